@@ -1,0 +1,24 @@
+# make train: everything from nothing to a trained GPT, its noise scale and a picture.  make test: all tests and the linter.
+PYTHON ?= python3
+BIN = .venv/bin
+
+.PHONY: train test clean
+
+train: .venv/ready
+	$(BIN)/python train.py --resume=auto
+
+test: .venv/ready-test
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m pytest -q tests
+
+.venv/ready: requirements.txt
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -r requirements.txt
+	touch $@
+
+.venv/ready-test: requirements-test.txt .venv/ready
+	$(BIN)/python -m pip install --quiet -r requirements-test.txt
+	touch $@
+
+clean:
+	rm -rf .venv

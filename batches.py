@@ -1,0 +1,110 @@
+"""
+Memory-mapped token files -> batches. A batch is a pure function of (seed, example number): example n of a run reads
+the window at hash(seed, n) mod (len - block_size). The same examples come in the same order whatever the
+micro-batch, the accumulation or the number of processes, and resuming needs one integer.
+"""
+
+import json
+import os
+
+import numpy as np
+import torch
+
+from configurator import ConfigError
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+
+
+def find(dataset):
+    """The folder of a dataset: data/<name>, or a path."""
+    folder = dataset if os.path.isdir(dataset) else os.path.join(ROOT, "data", dataset)
+    if os.path.isfile(os.path.join(folder, "meta.json")):
+        return folder
+    if dataset == "stdlib":
+        from data.stdlib import prepare  # embedded: made on the spot, no network
+        from data.tokens import PrepareError
+        try:
+            prepare.prepare()
+        except PrepareError as e:
+            raise ConfigError(f"dataset='stdlib': {e}") from None
+        return folder
+    script = os.path.join("data", dataset.split("-")[0], "prepare.py")
+    how = f"run python {script}" if os.path.isfile(os.path.join(ROOT, script)) else \
+        "prepare your own files with python data/text/prepare.py, or take dataset=stdlib"
+    raise ConfigError(f"dataset={dataset!r}: no meta.json in {folder}: {how}")
+
+
+class Dataset:
+    """Both splits of a prepared dataset, checked against its meta.json and the context length."""
+
+    def __init__(self, dataset, block_size):
+        self.folder = find(dataset)
+        self.block_size = block_size
+        try:
+            with open(os.path.join(self.folder, "meta.json"), encoding="utf-8") as f:
+                self.meta = json.load(f)
+            self.vocab_size, self.dtype = self.meta["vocab_size"], np.dtype(self.meta["dtype"])
+            self.checksum = self.meta["train_sha256"]
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ConfigError(f"dataset={dataset!r}: {self.folder}/meta.json is not readable ({e}): "
+                              "prepare the dataset again") from None
+        self.tokens = {split: self._open(split) for split in ("train", "val")}
+
+    def _open(self, split):
+        path = os.path.join(self.folder, f"{split}.bin")
+        expected = self.meta[f"{split}_tokens"]
+        size = os.path.getsize(path) if os.path.exists(path) else None
+        if size is None:
+            raise ConfigError(f"{path} is missing: prepare the dataset again")
+        if size == 0:
+            raise ConfigError(f"{path} is empty: prepare the dataset again")
+        if size != expected * self.dtype.itemsize:
+            raise ConfigError(f"{path} holds {size} bytes, meta.json says {expected} tokens of {self.dtype} "
+                              f"({expected * self.dtype.itemsize} bytes): it is truncated or from another "
+                              "preparation; prepare the dataset again")
+        if expected <= self.block_size:
+            raise ConfigError(f"block_size={self.block_size}: {path} has only {expected} tokens; "
+                              f"take block_size below {expected}")
+        return np.memmap(path, dtype=self.dtype, mode="r")
+
+    def train_batch(self, seed, first, count, device):
+        """Examples first .. first + count - 1 of the run: inputs and targets, (count, block_size) int64."""
+        starts = window_starts(seed, first, count, len(self.tokens["train"]) - self.block_size)
+        return self._windows("train", starts, device)
+
+    def val_starts(self, windows):
+        """A fixed, evenly spaced set of validation windows, so that losses compare across runs."""
+        last = len(self.tokens["val"]) - self.block_size - 1
+        return np.unique(np.linspace(0, last, windows).astype(np.int64))
+
+    def val_batch(self, starts, device):
+        return self._windows("val", starts, device)
+
+    def _windows(self, split, starts, device):
+        index = starts[:, None] + np.arange(self.block_size + 1)
+        ids = self.tokens[split][index]
+        if int(ids.max()) >= self.vocab_size:
+            raise ConfigError(f"{self.folder}/{split}.bin holds token id {int(ids.max())}, the vocabulary of meta.json "
+                              f"ends at {self.vocab_size - 1}: prepare the dataset again")
+        ids = torch.from_numpy(ids.astype(np.int64))
+        if torch.device(device).type == "cuda":  # pinned, so that the copy overlaps with the step before
+            ids = ids.pin_memory().to(device, non_blocking=True)
+        else:
+            ids = ids.to(device)
+        return ids[:, :-1], ids[:, 1:]
+
+
+def window_starts(seed, first, count, n_windows):
+    """hash(seed, n) mod n_windows for n = first .. first + count - 1."""
+    n = np.arange(first, first + count, dtype=np.uint64)
+    key = splitmix64(np.array([seed], dtype=np.uint64))
+    return (splitmix64(n ^ key) % np.uint64(n_windows)).astype(np.int64)
+
+
+def splitmix64(x):
+    """Steele, Lea & Flood 2014: a bijection of 64-bit integers whose outputs pass for random. Wraps around by design."""
+    with np.errstate(over="ignore"):
+        x = x + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return x ^ (x >> np.uint64(31))

@@ -1,0 +1,116 @@
+"""
+What this machine is and what it is good at: device, number format, cores, memory, and how fast its matrix products are.
+"""
+
+import contextlib
+import ctypes
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+
+import torch
+
+from configurator import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(name):
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        name = next(d for d in ("cuda", "mps", "cpu") if available[d])
+    if not available[name]:
+        there = [d for d, ok in available.items() if ok]
+        raise ConfigError(f"device={name!r} is not there; this machine has {', '.join(there)}")
+    return name
+
+
+def pick_dtype(name, device):
+    if name != "auto":
+        return DTYPES[name]
+    return torch.bfloat16 if fast_bfloat16(device) else torch.float32
+
+
+def fast_bfloat16(device):
+    """Whether the device has bf16 matrix instructions; without them a CPU is a hundred times slower than in fp32."""
+    if device == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device == "cpu":
+        capabilities = torch.cpu.get_capabilities()
+        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return False
+
+
+def autocast(device, dtype):
+    return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype)
+
+
+def usable_cores():
+    """Cores that this process may really use: its affinity, and the quota of the container it is in."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as f:
+            quota, period = f.read().split()
+        if quota != "max":
+            cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):
+        pass
+    return cores
+
+
+def prepare_cpu():
+    """As many threads as usable cores, and freed memory kept: glibc would give each large activation back to the kernel
+    and fault it in again, zeroed, at the next step."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))
+    if platform.libc_ver()[0] == "glibc":
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+        libc = ctypes.CDLL(None)
+        libc.mallopt(M_MMAP_THRESHOLD, 2**30)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+def matmul_ceiling(device, dtype, seconds=0.3):
+    """FLOP/s of a square matrix product, the best of a fraction of a second: what 100% MFU means on this machine."""
+    n = 1024 if device == "cpu" else 4096
+    a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))  # not randn: the run's RNG stays untouched
+    best, stop = math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < stop or best == math.inf:
+        synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * n**3 / best
+
+
+def synchronize(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+    elif device == "mps":
+        torch.mps.synchronize()
+
+
+def facts(device):
+    """Versions and machine, for config.json: enough to know later where a number came from."""
+    root = os.path.dirname(os.path.abspath(__file__))
+    try:
+        git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=root, capture_output=True,
+                             text=True, timeout=10)
+        commit = git.stdout.strip() or None
+    except (OSError, subprocess.TimeoutExpired):
+        commit = None
+    return {"commit": commit, "python": sys.version.split()[0], "torch": torch.__version__,
+            "platform": platform.platform(), "cores": usable_cores(), "threads": torch.get_num_threads(),
+            "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name() if device == "cpu" else device}
+
+
+def cpu_name():
+    try:
+        with open("/proc/cpuinfo") as f:
+            return next(line.split(":", 1)[1].strip() for line in f if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,0 +1,354 @@
+"""LayerNorm and RMSNorm whose backward pass also yields every example's squared gradient norm.
+
+    y = layer_norm(x, weight, bias, probe)      # x (B, ..., C), an example is one index of the first dimension
+    y = rms_norm(x, weight, probe)
+    y.backward(...);  probe.grad                # (2, B) for layer_norm: row 0 weight, row 1 bias; (1, B) for rms_norm
+
+`probe` is float32 zeros that require grad. The gradient it gets is not that of a zero: it is |c_b|^2, where c_b is what
+example b adds to weight.grad (bias.grad). With a mean loss c_b = g_b / B: the caller undoes that (DESIGN.md). A norm
+layer needs c_b on the way to weight.grad anyway, so its length costs one pass over B * C numbers and no pass over x.
+With `metric` p (2, C) (rms_norm: (1, C)) the probe has twice the rows; the second half gets sum_j p_j c_bj^2.
+`probe=None` runs the same kernels: output and all other gradients are the same bits.
+
+Implementations (`impl`), the same arithmetic each: forward(...) -> y, stats and backward(...) -> dx, dw, db, sq
+    ref     plain torch. Any device, float64 too. The oracle that the others are tested against
+    cpu     ln_kernel.cpp, compiled at first use into $RIGHTBATCH_CACHE or ~/.cache/rightbatch
+    triton  ln_triton.py, for CUDA. Tested in Triton's interpreter and compiled for sm_80 and sm_90, but never
+            run on a real GPU
+    torch   F.layer_norm / F.rms_norm, without probe: what the others are compared with
+    auto    choose_impl(device)
+
+Under autocast the output has the autocast dtype (x may be the float32 residual stream), which saves the next linear
+its cast. Mean, rstd and norms are float32 throughout, float64 for float64 x.
+
+B examples, C channels, rows = all dimensions but the last flattened, T = rows / B, c = (B, C) per-example gradients.
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+IMPLS = ("auto", "ref", "cpu", "triton", "torch")
+
+
+# ---- public functions
+
+def layer_norm(x, weight, bias=None, probe=None, eps=1e-5, impl="auto", metric=None):
+    """F.layer_norm over the last dimension; probe (2, B), or (4, B) with a metric (2, C), gets squared norms."""
+    return _norm(x, weight, bias, probe, metric, eps, False, impl)
+
+
+def rms_norm(x, weight, probe=None, eps=1e-5, impl="auto", metric=None):
+    """F.rms_norm over the last dimension; probe (1, B), or (2, B) with a metric (1, C), gets squared norms."""
+    return _norm(x, weight, None, probe, metric, eps, True, impl)
+
+
+@functools.cache
+def _choose(kind):
+    if kind == "cpu" and _library() is not None:
+        return "cpu", f"compiled C++ kernel, faster than torch's own in every benchmarked shape: {_library()._name}"
+    if kind == "cpu":
+        return "ref", "plain torch: the C++ kernel could not be built"
+    if kind == "cuda" and importlib.util.find_spec("triton"):
+        return "triton", "fused Triton kernel (not yet measured on a GPU)"
+    return "ref", "plain torch: " + ("triton is not installed" if kind == "cuda" else f"no kernel for {kind}")
+
+
+def choose_impl(device):
+    """(name, reason) of what impl="auto" uses on this device."""
+    return _choose(torch.device(device).type)
+
+
+# ---- one path for all: check, pick, apply
+
+def _norm(x, weight, bias, probe, metric, eps, rms, impl):
+    if impl == "torch":
+        if probe is not None:
+            raise ValueError("impl='torch' has no per-example norms: pass probe=None, or use impl='auto'")
+        return F.rms_norm(x, weight.shape, weight, eps) if rms else F.layer_norm(x, weight.shape, weight, bias, eps)
+    _check(x, weight, probe, metric, rms)
+    out_dtype = x.dtype
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        out_dtype = torch.get_autocast_dtype(x.device.type)
+    impl = _resolve(impl, x.device.type, x.dtype, out_dtype)
+    if impl != "ref" and torch.compiler.is_compiling():   # ref is left to the compiler: it can fuse it
+        return norm_forward_op(x, weight, bias, probe, metric, eps, rms, out_dtype, impl)[0]
+    return _Norm.apply(x, weight, bias, probe, metric, eps, rms, out_dtype, impl)
+
+
+def _check(x, weight, probe, metric, rms):
+    if x.dim() < 2 or weight.shape != x.shape[-1:]:
+        raise ValueError(f"expected x (B, ..., C) and weight (C,), got {tuple(x.shape)} and {tuple(weight.shape)}")
+    kinds = 1 if rms else 2
+    if metric is not None and metric.shape != (kinds, x.shape[-1]):
+        raise ValueError(f"expected metric {(kinds, x.shape[-1])}, got {tuple(metric.shape)}")
+    rows = kinds if metric is None else 2 * kinds
+    if probe is not None and probe.shape != (rows, x.shape[0]):
+        raise ValueError(f"expected probe {(rows, x.shape[0])} for x {tuple(x.shape)}, got {tuple(probe.shape)}")
+
+
+@torch.compiler.assume_constant_result   # decided while tracing, never traced: it may run a C++ compiler
+def _resolve(impl, kind, dtype, out_dtype):
+    if impl == "auto":
+        impl = _choose(kind)[0]
+    elif impl not in BACKENDS:
+        raise ValueError(f"unknown impl {impl!r}: expected one of {', '.join(IMPLS)}")
+    if impl == "cpu":
+        if kind != "cpu":
+            raise ValueError(f"impl='cpu' got a tensor on {kind}")
+        return "cpu" if (dtype, out_dtype) in _CPU_DTYPES and _library() is not None else "ref"
+    return "ref" if dtype == torch.float64 else impl
+
+
+class _Norm(torch.autograd.Function):
+    """Eager mode. A custom op does the same, but its dispatch costs several times more per call."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, probe, metric, eps, rms, out_dtype, impl):
+        y, stats = BACKENDS[impl][0](x, weight, bias, eps, rms, out_dtype)
+        ctx.save_for_backward(x, weight, stats, metric)
+        ctx.args = rms, bias is not None, probe is not None
+        ctx.impl = impl
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        x, weight, stats, metric = ctx.saved_tensors
+        grads = BACKENDS[ctx.impl][1](dy, x, weight, stats, metric, *ctx.args)
+        return *grads, None, None, None, None, None
+
+
+# ---- ref: plain torch
+
+def ref_forward(x, weight, bias, eps, rms, out_dtype):
+    """y and stats, (1 or 2, rows): rstd(, mean)."""
+    acc = torch.promote_types(x.dtype, torch.float32)
+    centred = x.to(acc)
+    mean = [] if rms else [centred.mean(-1, keepdim=True)]
+    if not rms:
+        centred = centred - mean[0]
+    rstd = (centred.square().mean(-1, keepdim=True) + eps).rsqrt()
+    y = centred * rstd * weight.to(acc)
+    if bias is not None:
+        y = y + bias.to(acc)
+    return y.to(out_dtype), torch.stack([rstd, *mean]).flatten(1)
+
+
+def ref_backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
+    """dx, dweight, dbias or None, sq or None."""
+    acc, B, C = stats.dtype, x.shape[0], x.shape[-1]
+    rstd, *mean = stats.view(-1, *x.shape[:-1], 1)
+    d, centred = dy.to(acc), x.to(acc)
+    xhat = (centred if rms else centred - mean[0]) * rstd
+    g = d * weight.to(acc)
+    dx = g - xhat * (g * xhat).mean(-1, keepdim=True)
+    if not rms:
+        dx = dx - g.mean(-1, keepdim=True)
+
+    c = [(d * xhat).reshape(B, -1, C).sum(1)]
+    if has_bias:
+        c.append(d.reshape(B, -1, C).sum(1))
+    elif not rms:
+        c.append(torch.zeros_like(c[0]))
+    dw, db = c[0].sum(0).to(weight.dtype), c[1].sum(0).to(weight.dtype) if has_bias else None
+    sq = [v.square().sum(-1) for v in c] if tracked else None
+    if tracked and metric is not None:
+        sq += [(v.square() * p).sum(-1) for v, p in zip(c, metric)]
+    return (dx * rstd).to(x.dtype), dw, db, torch.stack(sq) if tracked else None
+
+
+# ---- cpu: ln_kernel.cpp through ctypes
+
+_CPU_DTYPES = {   # (x, y): the kernel's code for it
+    (torch.float32, torch.float32): 0,
+    (torch.float32, torch.bfloat16): 1,
+    (torch.bfloat16, torch.bfloat16): 2,
+}
+
+
+def cpu_forward(x, weight, bias, eps, rms, out_dtype):
+    x, w, b = x.contiguous(), _float(weight), _float(bias)
+    C = x.shape[-1]
+    rows = x.numel() // C
+    y = torch.empty(x.shape, dtype=out_dtype)
+    stats = torch.empty((1 if rms else 2, rows))
+    _library().norm_forward(x.data_ptr(), w.data_ptr(), _ptr(b), y.data_ptr(), stats.data_ptr(), rows, C, eps, rms,
+                            _CPU_DTYPES[x.dtype, out_dtype], _threads(x))
+    return y, stats
+
+
+def cpu_backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
+    dy, x, w, p = dy.contiguous(), x.contiguous(), _float(weight), _float(metric)
+    B, C = x.shape[0], x.shape[-1]
+    dx, dw = torch.empty(x.shape, dtype=x.dtype), torch.empty(C)
+    db = torch.empty(C) if has_bias else None
+    sq = torch.empty(((1 if rms else 2) * (1 if p is None else 2), B)) if tracked else None
+    _library().norm_backward(dy.data_ptr(), x.data_ptr(), w.data_ptr(), stats.data_ptr(), _ptr(p), dx.data_ptr(),
+                             dw.data_ptr(), _ptr(db), _ptr(sq), B, stats.shape[1] // B, C, rms,
+                             _CPU_DTYPES[x.dtype, dy.dtype], _threads(x))
+    if weight.dtype != torch.float32:
+        dw, db = dw.to(weight.dtype), None if db is None else db.to(weight.dtype)
+    return dx, dw, db, sq
+
+
+def _float(t):
+    return None if t is None else t.float().contiguous()
+
+
+def _ptr(t):
+    return None if t is None else t.data_ptr()
+
+
+def _threads(x):
+    return torch.get_num_threads() if x.numel() >= 32768 else 1   # below, waking a thread costs more than it saves
+
+
+@functools.cache
+def _library():
+    """The compiled kernel, or None, with one warning, where it cannot be had."""
+    try:
+        lib = ctypes.CDLL(str(_build()))
+    except (OSError, RuntimeError) as e:
+        warnings.warn(f"norm layers use plain torch, several times slower: no C++ kernel ({e})", stacklevel=2)
+        return None
+    ptr, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+    lib.norm_forward.argtypes = [ptr] * 5 + [i64] * 2 + [f32] + [i32] * 3
+    lib.norm_backward.argtypes = [ptr] * 9 + [i64] * 3 + [i32] * 3
+    lib.norm_forward.restype = lib.norm_backward.restype = None
+    return lib
+
+
+def _build():
+    """Path of the shared library; compiles it if this source, compiler, CPU and torch have not met before."""
+    cxx = _find_compiler()
+    if cxx is None:
+        raise RuntimeError("no C++ compiler found: install g++ or clang++, or set CXX")
+    source = Path(__file__).with_name("ln_kernel.cpp")
+    version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
+    attempts = _flag_attempts()
+    key = repr((source.read_text(), cxx, version, attempts, _cpu_model(), torch.__version__))
+    cache = Path(os.environ.get("RIGHTBATCH_CACHE") or Path.home() / ".cache" / "rightbatch")
+    path = cache / f"ln_kernel-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    cache.mkdir(parents=True, exist_ok=True)
+    print(f"ln_kernel: compiling the CPU kernel, once, into {path}", file=sys.stderr, flush=True)
+    # Built aside and moved into place whole: another process sees the complete file or none.
+    with tempfile.TemporaryDirectory(dir=cache) as tmp:
+        for flags in attempts:
+            command = [*cxx, str(source), "-o", f"{tmp}/ln_kernel.so", *flags]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode == 0:
+                os.replace(f"{tmp}/ln_kernel.so", path)
+                return path
+    raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
+
+
+def _find_compiler():
+    if os.environ.get("CXX"):
+        return shlex.split(os.environ["CXX"])
+    return next(([name] for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
+
+
+def _flag_attempts():
+    """Best first. No -ffast-math: NaN and inf must come through. The source is vectorised by hand already, and letting
+    the compiler vectorise the leftover loops as well doubles compile time."""
+    base = ["-std=gnu++17", "-O3", "-fno-tree-vectorize", "-fno-math-errno", "-shared", "-fPIC"]
+    native = [*base, "-march=native"]
+    # torch brings its own OpenMP runtime. Linked to that very file we share its threads; a second runtime would start
+    # threads of its own, and the two sets would compete for the cores.
+    lib = Path(torch.__file__).parent / "lib"
+    names = ("libgomp*.so*", "libomp.dylib", "../../torch.libs/libgomp*.so*")
+    runtimes = [str(path) for name in names for path in lib.glob(name)]
+    openmp = ["-Xpreprocessor", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp", "-Wl,--as-needed"]
+    shared = [[*native, *openmp, runtime] for runtime in runtimes[:1]]
+    return [*shared, [*native, "-fopenmp"], native, base]
+
+
+def _cpu_model():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    except OSError:
+        return platform.machine() + platform.processor()
+
+
+# ---- triton: ln_triton.py, imported when first used
+
+def triton_forward(*args):
+    import ln_triton
+    return ln_triton.forward(*args)
+
+
+def triton_backward(*args):
+    import ln_triton
+    return ln_triton.backward(*args)
+
+
+BACKENDS = {
+    "ref": (ref_forward, ref_backward),
+    "cpu": (cpu_forward, cpu_backward),
+    "triton": (triton_forward, triton_backward),
+}
+
+
+# ---- the same as custom ops, opaque to torch.compile: no graph break
+
+@torch.library.custom_op("rightbatch::norm_forward", mutates_args=())
+def norm_forward_op(x: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor | None,
+                    metric: Tensor | None, eps: float, rms: bool, out_dtype: torch.dtype,
+                    impl: str) -> tuple[Tensor, Tensor]:
+    return BACKENDS[impl][0](x, weight, bias, eps, rms, out_dtype)
+
+
+@norm_forward_op.register_fake
+def _(x, weight, bias, probe, metric, eps, rms, out_dtype, impl):
+    acc = torch.promote_types(x.dtype, torch.float32)
+    rows = x.numel() // x.shape[-1]
+    return x.new_empty(x.shape, dtype=out_dtype), x.new_empty((1 if rms else 2, rows), dtype=acc)
+
+
+@torch.library.custom_op("rightbatch::norm_backward", mutates_args=())
+def norm_backward_op(dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor, metric: Tensor | None, rms: bool,
+                     has_bias: bool, tracked: bool, impl: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grads = BACKENDS[impl][1](dy, x, weight, stats, metric, rms, has_bias, tracked)
+    return tuple(x.new_empty(0) if g is None else g for g in grads)   # an op cannot return None
+
+
+@norm_backward_op.register_fake
+def _(dy, x, weight, stats, metric, rms, has_bias, tracked, impl):
+    rows = (1 if rms else 2) * (1 if metric is None else 2)
+    return (x.new_empty(x.shape), weight.new_empty(weight.shape),
+            weight.new_empty(weight.shape) if has_bias else x.new_empty(0),
+            stats.new_empty((rows, x.shape[0])) if tracked else x.new_empty(0))
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, probe, metric, _, rms, _, impl = inputs
+    ctx.save_for_backward(x, weight, output[1], metric)
+    ctx.args = rms, bias is not None, probe is not None, impl
+
+
+def _op_backward(ctx, dy, _):
+    x, weight, stats, metric = ctx.saved_tensors
+    _, has_bias, tracked, _ = ctx.args
+    dx, dw, db, sq = norm_backward_op(dy, x, weight, stats, metric, *ctx.args)
+    return dx, dw, db if has_bias else None, sq if tracked else None, None, None, None, None, None
+
+
+norm_forward_op.register_autograd(_op_backward, setup_context=_setup_context)

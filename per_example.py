@@ -1,0 +1,380 @@
+"""
+Linear, embedding and position embedding whose backward pass also yields each example's squared gradient norm.
+
+    probe = torch.zeros(2, B, requires_grad=True)        # weight row, bias row
+    y = per_example.linear(x, weight, bias, probe)       # the same y as F.linear(x, weight, bias)
+    loss.backward()
+    probe.grad                                           # (2, B): |c_b|^2 of weight and bias
+
+What the norms are norms of: c_b, the contribution of example b to `weight.grad` as the backward pass holds it. With
+a loss that is a mean over B_loss examples c_b = g_b / B_loss (and fp16 loss scaling multiplies it by s), so
+|g_b|^2 = B_loss^2 / s^2 * |c_b|^2. Nothing here knows or undoes either factor: gns.py does.
+
+Only parameters that require grad are counted: the rows of a frozen one are zero. With `metric` (Adam's p_j =
+1/(sqrt(v_hat_j)+eps), the shape of the parameter), as many rows follow with sum_j p_j c_j^2 in place of sum_j c_j^2.
+
+Letters: B examples, T positions in each, C channels in, O channels out, V vocabulary (= O of the head).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+# Per-example weight gradients are formed in pieces of at most this many bytes, in one buffer that is used again and
+# again. On quiet cores 5 MB to 64 MB are equally fast; where other processes want the same cores every parallel region
+# may wait for a thread, and fewer, larger pieces win. 32 MiB hold 12 examples of a 384 x 1536 layer.
+CHUNK_BYTES = 32 * 2**20
+
+# What one byte moved costs in floating-point operations; see cheaper_method.
+FLOPS_PER_BYTE = 4
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The weight gradient of a linear layer, c_b = g_b^T x_b and dW = sum_b c_b, together with |c_b|^2, two ways
+
+
+def cheaper_method(T, C, O):
+    """
+    "gram" or "simultaneous": whichever adds less to the plain weight gradient, for one example in float32.
+
+                     extra FLOPs        extra bytes
+    simultaneous     0                  4 * 4 C O                    c_b written, read for its norm, added to dW
+    gram             2 T^2 (C + O)      4 * (5 T^2 + 4 T (C + O))    Gram matrices written, read, multiplied, summed;
+                                                                     g and x centred
+
+    FLOPS_PER_BYTE weighs one against the other. It is a constant and not measured at start-up, so that the choice
+    (and with it the rounding of every run) follows from the shapes alone.
+    """
+    simultaneous = FLOPS_PER_BYTE * 16 * C * O
+    gram = 2 * T * T * (C + O) + FLOPS_PER_BYTE * (20 * T * T + 16 * T * (C + O))
+    return "gram" if gram < simultaneous else "simultaneous"
+
+
+def accumulation_dtype(tensor):
+    """Norms and sums over examples are float32 whatever the products are, float64 for float64."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def pieces(n_examples, n_rows, row_bytes):
+    """
+    Cut n_examples matrices of n_rows rows into pieces (b0, b1, r0, r1) of at most CHUNK_BYTES: several whole examples,
+    or, when one example is too large, some rows of one. One row is the least.
+
+    Examples come in fours, then two, then one, because torch.bmm on a CPU gives whole examples to threads: 3 examples
+    on 2 threads took 1.4 times as long per example as 2 or 4.
+    """
+    rows = min(n_rows, max(1, CHUNK_BYTES // row_bytes))
+    fit = max(1, CHUNK_BYTES // (rows * row_bytes))
+    for r0 in range(0, n_rows, rows):
+        b0 = 0
+        while b0 < n_examples:
+            n = min(fit, n_examples - b0)
+            n = n // 4 * 4 or n // 2 * 2 or n
+            yield b0, b0 + n, r0, min(r0 + rows, n_rows)
+            b0 += n
+
+
+def simultaneous(g, x, p=None, idx=None):
+    """
+    Gray et al. 2024 (arXiv 2411.00999), section 3, "simultaneous" per-example norms: form the products that
+    the parameter gradient consists of anyway, take their norms, add them up.
+
+        c_b = g_b^T x_b    (O, C)        sq_norm_b = sum_ij c_bij^2        dW = sum_b c_b
+
+    g (B, T, O), x (B, T, C), p (O, C) or None, idx (B, S) or None
+    -> dW (O, C), sq_norms (1, B) or (2, B) with p, rows c_b[idx_b] (B, S, C) or None
+    """
+    (B, _, O), C, dtype = g.shape, x.shape[2], accumulation_dtype(g)
+    dW = g.new_empty(O, C, dtype=dtype)
+    sq_norms = g.new_zeros(1 if p is None else 2, B, dtype=dtype)
+    picked = None if idx is None else g.new_zeros(B, idx.shape[1], C, dtype=dtype)
+    cuts = list(pieces(B, O, C * g.element_size()))
+    buffer = g.new_empty(max((b1 - b0) * (r1 - r0) for b0, b1, r0, r1 in cuts) * C)
+    for b0, b1, r0, r1 in cuts:
+        out = dW[r0:r1]
+        # A lone first example is dW so far: write it there and save two passes (with B = 1, all of the cost).
+        in_place = b0 == 0 and b1 == 1 and p is None and dtype == g.dtype
+        c = out[None] if in_place else buffer[: (b1 - b0) * (r1 - r0) * C].view(b1 - b0, r1 - r0, C)
+        torch.bmm(g[b0:b1, :, r0:r1].mT, x[b0:b1], out=c)
+        # By rows first: one running float32 sum over millions of squares would lose digits.
+        sq_norms[0, b0:b1] += torch.linalg.vector_norm(c, dim=2, dtype=dtype).square_().sum(1)
+        if b0 == 0 and not in_place:
+            torch.sum(c, 0, dtype=dtype, out=out)
+        elif not in_place:
+            for c_b in c:
+                out += c_b
+        if idx is not None:
+            picked[b0:b1] += pick_rows(c, idx[b0:b1], r0)
+        if p is not None:  # last, because it overwrites c
+            c = c.to(dtype).square_().mul_(p[r0:r1])
+            sq_norms[1, b0:b1] += c.sum(2).sum(1)
+    return dW, sq_norms, picked
+
+
+def pick_rows(c, idx, r0):
+    """c (n, R, C) holds rows r0 to r0 + R of larger matrices: rows idx (n, S) of those, zero where outside."""
+    n, R, _ = c.shape
+    local = idx - r0
+    inside = (local >= 0) & (local < R)
+    rows = c[torch.arange(n, device=c.device)[:, None], local.clamp(0, R - 1)]
+    return rows.masked_fill_(~inside[..., None], 0)
+
+
+def gram(g, x, idx=None):
+    """
+    Li et al. 2022 (arXiv 2110.05679), section 4, "ghost" norms: the same number without forming c_b,
+
+        |g_b^T x_b|^2 = sum_ts (g_bt . g_bs) (x_bt . x_bs)
+
+    and dW in one product, as torch does it. Where c_b = sum_t g_bt x_bt^T nearly cancels over t, the terms above are
+    larger than their sum by the square of that ratio, and a large common part in x times a g that sums to zero
+    cost half of the digits. So the means over t are taken out first, g_bt = m + g'_bt and x_bt = n + x'_bt,
+
+        c_b = T m n^T + sum_t g'_bt x'_bt^T
+        |c_b|^2 = T^2 |m|^2 |n|^2 + 2 T sum_t (m . g'_bt) (n . x'_bt) + sum_ts (g'_bt . g'_bs) (x'_bt . x'_bs)
+
+    and Gram matrices are never formed below float32, autocast or not.
+
+    Arguments and results as for `simultaneous`, without p: a weighted norm does not factor.
+    """
+    (B, T, O), C, dtype = g.shape, x.shape[2], accumulation_dtype(g)
+    dW = g.reshape(B * T, O).t().mm(x.reshape(B * T, C)).to(dtype)
+    sq_norms = g.new_zeros(1, B, dtype=dtype)
+    for b0, b1, t0, t1 in pieces(B, T, T * dtype.itemsize):
+        m, n = g[b0:b1].mean(1, keepdim=True, dtype=dtype), x[b0:b1].mean(1, keepdim=True, dtype=dtype)
+        g_n, x_n = g[b0:b1] - m, x[b0:b1] - n
+        if t0 == 0:
+            sq_norms[0, b0:b1] += T * T * (m.square().sum(2) * n.square().sum(2)).squeeze(1)
+            sq_norms[0, b0:b1] += 2 * T * ((g_n @ m.mT) * (x_n @ n.mT)).sum((1, 2))
+        g_gram = torch.bmm(g_n[:, t0:t1], g_n.mT)
+        x_gram = torch.bmm(x_n[:, t0:t1], x_n.mT)
+        sq_norms[0, b0:b1] += g_gram.mul_(x_gram).sum(2).sum(1)
+    if idx is None:
+        return dW, sq_norms, None
+    # Row idx_bs of c_b is sum_t g[b, t, idx_bs] x[b, t]: the columns of g that are asked for, times x.
+    S = idx.shape[1]
+    picked = g.new_empty(B, S, C, dtype=dtype)
+    for b0, b1, s0, s1 in pieces(B, S, T * dtype.itemsize):
+        columns = g[b0:b1].gather(2, idx[b0:b1, None, s0:s1].expand(-1, T, -1))
+        picked[b0:b1, s0:s1] = torch.bmm(columns.mT.to(dtype), x[b0:b1].to(dtype))
+    return dW, sq_norms, picked
+
+
+def weight_grad(g, x, p, idx, method):
+    return simultaneous(g, x, p, idx) if method == "simultaneous" else gram(g, x, idx)
+
+
+# torch.compile sees the two methods above as one opaque operation: their loops and the buffer they use again are the
+# point of them, and tracing would unroll the one and undo the other. Eager mode skips the dispatcher.
+@torch.library.custom_op("rightbatch::weight_grad", mutates_args=())
+def weight_grad_op(
+    g: torch.Tensor, x: torch.Tensor, p: torch.Tensor | None, idx: torch.Tensor | None, method: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dW, sq_norms, picked = weight_grad(g, x, p, idx, method)
+    return dW, sq_norms, g.new_empty(0) if picked is None else picked
+
+
+@weight_grad_op.register_fake
+def _(g, x, p, idx, method):
+    (B, _, O), C, dtype = g.shape, x.shape[2], accumulation_dtype(g)
+    picked = g.new_empty(0) if idx is None else g.new_empty(B, idx.shape[1], C, dtype=dtype)
+    return g.new_empty(O, C, dtype=dtype), g.new_empty(1 if p is None else 2, B, dtype=dtype), picked
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Linear
+
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, probe, p_weight, p_bias, link_rows, link_idx, method):
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.method = method
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            # Cast here, as autocast would, to keep the copies for the backward pass. (Left to F.linear, autocast
+            # would cache a copy of the weight that was made without grad mode, for anyone else to find.)
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        ctx.save_for_backward(x, weight, p_weight, p_bias, link_idx)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, weight, p_weight, p_bias, link_idx = ctx.saved_tensors
+        x_dtype, weight_dtype, bias_dtype = ctx.dtypes
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        O, C, B = *weight.shape, x.shape[0]
+        g3, x3 = g.reshape(B, -1, O), x.reshape(B, -1, C)  # (B, T, O), (B, T, C)
+        dx = dW = db = rows = None
+        zero = g.new_zeros(B, dtype=accumulation_dtype(g))
+        sq = [zero, zero] if p_weight is None else [zero, zero, zero, zero]
+        if needs_x:
+            dx = g3.reshape(-1, O).mm(weight).view(x.shape).to(x_dtype)
+        if needs_weight:
+            op = weight_grad_op if torch.compiler.is_compiling() else weight_grad
+            dW, sq_weight, rows = op(g3, x3, p_weight, link_idx, ctx.method)
+            dW = dW.to(weight_dtype)
+            sq[0::2] = sq_weight.unbind(0)
+        if needs_bias:
+            c = g3.sum(1, dtype=zero.dtype)  # (B, O)
+            db = c.sum(0).to(bias_dtype)
+            sq[1] = c.square().sum(1)
+            if p_bias is not None:
+                sq[3] = (c.square() * p_bias).sum(1)
+        return dx, dW, db, torch.stack(sq), None, None, rows if ctx.needs_input_grad[6] else None, None, None
+
+
+def linear(x, weight, bias=None, probe=None, metric=None, method="auto", link=None):
+    """
+    F.linear(x, weight, bias); probe.grad gets the rows |c_b|^2 of weight and bias (zero without a bias).
+
+    x (B, ..., C), weight (O, C), bias (O,), probe (2, B)
+    metric: (p_weight (O, C), p_bias (O,) or None) adds the two rows sum_j p_j c_j^2: probe (4, B). Simultaneous only.
+    method: "simultaneous", "gram" or "auto", which asks cheaper_method
+    link:   from embedding(..., tied=True) with the same weight, see there
+    """
+    if not tracked(probe):
+        return F.linear(x, weight, bias)
+    B, O, C = x.shape[0], *weight.shape
+    check_probe("linear", probe, 2 if metric is None else 4, B)
+    p_weight, p_bias = (None, None) if metric is None else metric
+    if metric is not None and bias is not None and p_bias is None:
+        raise ValueError("linear: there is a bias, so metric needs (p_weight, p_bias); got p_bias=None")
+    if method not in ("auto", "simultaneous", "gram"):
+        raise ValueError(f"linear: method={method!r}, expected 'auto', 'simultaneous' or 'gram'")
+    if method == "gram" and metric is not None:
+        raise ValueError("linear: method='gram' cannot weigh by metric, expected 'auto' or 'simultaneous'")
+    if method == "auto":
+        T = x.shape[1:-1].numel()
+        method = "simultaneous" if metric is not None else cheaper_method(T, C, O)
+    rows, idx = (None, None) if link is None else link
+    return Linear.apply(x, weight, bias, probe, p_weight, p_bias, rows, idx, method)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Embedding, and the cross term of a matrix that is embedding and head at once
+
+
+class Link(NamedTuple):
+    """From a tied embedding to its head: a zero whose gradient brings back the rows of the head's c_b, and the ids."""
+
+    rows: torch.Tensor  # (B, T, C), no memory behind it
+    idx: torch.Tensor  # (B, T)
+
+
+def number_distinct(idx):
+    """For each row of idx (B, T) number its distinct values from 0: (B, T), equal where idx is equal."""
+    ordered, order = idx.sort(dim=1)
+    number = F.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
+    return torch.empty_like(number).scatter_(1, order, number)
+
+
+def embedding_sq_norms(g, idx, p=None, head_rows=None):
+    """
+    Row v of example b's contribution is the sum over the positions t that hold token v,
+
+        c_bv = sum_{t: idx_bt = v} g_bt        sq_norm_b = sum_v p_v . c_bv^2
+
+    An example holds at most T distinct tokens, so the sums go to T slots, not V. Tied to a head with contribution a_b,
+    |a_b + c_b|^2 = |a_b|^2 + |c_b|^2 + 2 <a_b, c_b>. The first term is the head's; the last needs a_b only in
+    the rows of the example's tokens: <a_b, c_b> = sum_t g_bt . a_b[idx_bt].
+
+    g (B, T, C), idx (B, T), p (V, C) or None, head_rows a_b[idx_b] (B, T, C) or None -> (1, B) or (2, B) with p
+    """
+    B, T, C = g.shape
+    number = number_distinct(idx)
+    slot = number + T * torch.arange(B, device=g.device)[:, None]
+    sums = torch.ops.aten.embedding_dense_backward(g, slot, B * T, -1, False).view(B, T, C)
+    sq_norms = [torch.linalg.vector_norm(sums, dim=2).square().sum(1)]
+    if p is not None:
+        token = torch.zeros_like(idx).scatter_(1, number, idx)  # of each slot; the sums of unused slots are zero
+        sq_norms.append((sums.square() * F.embedding(token, p)).sum(2).sum(1))
+    if head_rows is not None:
+        cross = g * head_rows
+        sq_norms[0] = sq_norms[0] + 2 * cross.sum(2).sum(1)
+        if p is not None:
+            sq_norms[1] = sq_norms[1] + 2 * (cross * F.embedding(idx, p)).sum(2).sum(1)
+    return torch.stack(sq_norms)
+
+
+class Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, idx, weight, probe, p):
+        ctx.save_for_backward(idx, p)
+        ctx.n_rows, ctx.probe_shape = weight.shape[0], probe.shape
+        ctx.set_materialize_grads(False)  # the head may have sent nothing back through the link
+        zero = weight.new_zeros((), dtype=accumulation_dtype(weight))
+        return F.embedding(idx, weight), zero.expand(*idx.shape, weight.shape[1])
+
+    @staticmethod
+    def backward(ctx, g, head_rows):
+        idx, p = ctx.saved_tensors
+        if g is None:
+            return None, None, None, None
+        if not ctx.needs_input_grad[1]:
+            return None, None, g.new_zeros(ctx.probe_shape), None
+        dW = torch.ops.aten.embedding_dense_backward(g, idx, ctx.n_rows, -1, False)
+        sq_norms = embedding_sq_norms(g.to(accumulation_dtype(g)), idx, p, head_rows)
+        return None, dW, sq_norms, None
+
+
+def embedding(idx, weight, probe=None, metric=None, tied=False):
+    """
+    F.embedding(idx, weight); probe.grad gets the row |c_b|^2.
+
+    idx (B, T), weight (V, C), probe (1, B), or (2, B) with metric (V, C)
+    tied: return (output, link). When the head is linear(..., weight, link=link) and the weight rows of its probe are
+    this one's (autograd adds what both send), they hold the norms of the *sum* of both uses, cross term included.
+    """
+    if not tracked(probe):
+        output = F.embedding(idx, weight)
+        return (output, None) if tied else output
+    check_probe("embedding", probe, 1 if metric is None else 2, idx.shape[0])
+    output, rows = Embedding.apply(idx, weight, probe, metric)
+    return (output, Link(rows, idx)) if tied else output
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Position embedding
+
+
+class AddPositions(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, positions, probe, p):
+        ctx.save_for_backward(p)
+        ctx.dtypes, ctx.probe_shape = (x.dtype, positions.dtype), probe.shape
+        return x + positions
+
+    @staticmethod
+    def backward(ctx, g):
+        (p,) = ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        x_dtype, weight_dtype = ctx.dtypes
+        dx = g.to(x_dtype) if needs_x else None
+        if not needs_weight:
+            return dx, None, g.new_zeros(ctx.probe_shape), None
+        # Each position occurs once in an example, so c_b is g_b itself.
+        c = g.to(accumulation_dtype(g))
+        sq_norms = [torch.linalg.vector_norm(c, dim=2).square().sum(1)]
+        if p is not None:
+            sq_norms.append((c.square() * p).sum(2).sum(1))
+        return dx, c.sum(0).to(weight_dtype), torch.stack(sq_norms), None
+
+
+def add_positions(x, weight, probe=None, metric=None):
+    """x + weight[:T]; x (B, T, C), weight (at least T, C), probe (1, B), or (2, B) with metric like weight."""
+    B, T, _ = x.shape
+    if not tracked(probe):
+        return x + weight[:T]
+    check_probe("add_positions", probe, 1 if metric is None else 2, B)
+    return AddPositions.apply(x, weight[:T], probe, None if metric is None else metric[:T])
+
+
+def tracked(probe):
+    return probe is not None and probe.requires_grad and torch.is_grad_enabled()
+
+
+def check_probe(name, probe, rows, B):
+    if tuple(probe.shape) != (rows, B):
+        raise ValueError(f"{name}: probe has shape {tuple(probe.shape)}, expected {(rows, B)}: rows, examples")

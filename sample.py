@@ -1,0 +1,71 @@
+"""
+Text from a checkpoint.
+
+    python sample.py out/quickstart
+    python sample.py out/gpt_111m --prompt="The right batch size" --tokens=200 --temperature=0.8 --seed=1
+"""
+
+import argparse
+import dataclasses
+import sys
+
+import torch
+from torch.nn import functional as F
+
+import checkpoint
+import configurator
+import hardware
+from configurator import ConfigError
+from data import tokens
+from model import GPT, GPTConfig
+
+
+def load_model(out_dir, device):
+    """(model, tokenizer name) of a run folder."""
+    saved = checkpoint.load(out_dir, device)
+    names = {f.name for f in dataclasses.fields(GPTConfig)}
+    config = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["config"].items() if k in names}
+    model = GPT(GPTConfig(vocab_size=saved["vocab_size"], **config)).to(device)
+    model.load_state_dict(saved["model"])
+    return model.eval(), saved["data"]["tokenizer"]
+
+
+@torch.no_grad()
+def generate(model, ids, tokens, temperature, top_k, generator):
+    """ids (1, T) continued by `tokens` draws."""
+    for _ in range(tokens):
+        logits, _ = model(ids[:, -model.config.block_size:])
+        logits = logits[0, -1].float()
+        if temperature == 0:
+            following = logits.argmax().view(1)
+        else:
+            best, where = torch.topk(logits / temperature, min(top_k, len(logits)))
+            following = where[torch.multinomial(F.softmax(best, -1).cpu(), 1, generator=generator).to(where.device)]
+        ids = torch.cat([ids, following.view(1, 1)], 1)
+    return ids
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out_dir")
+    parser.add_argument("--prompt", default="\n")
+    parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token each time")
+    parser.add_argument("--top_k", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args(argv)
+    try:
+        device = hardware.pick_device(args.device)
+        model, name = load_model(args.out_dir, device)
+        tokenizer = tokens.get_tokenizer(name)
+    except (ConfigError, tokens.PrepareError) as e:
+        configurator.die(e)
+    ids = torch.tensor([tokenizer.encode(args.prompt or "\n").tolist()], device=device)
+    ids = generate(model, ids, args.tokens, args.temperature, args.top_k, torch.Generator().manual_seed(args.seed))
+    print(tokenizer.decode(ids[0].tolist()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

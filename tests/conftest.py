@@ -1,0 +1,52 @@
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+torch.set_num_threads(1)  # tiny tensors: a second thread only adds waiting, and sums keep one order
+
+# a run of some 20 steps that takes a second
+TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=4, batch_size=16, batch_size_start=4,
+            max_tokens=3200, warmup_tokens=320, gns_half_life_tokens=1000, eval_tokens=1600, eval_iters=4, log_interval=1,
+            checkpoint_tokens=640, device="cpu", dtype="float32", compile="False")
+
+
+def write_dataset(folder, train, val, vocab_size=256, dtype="uint8", **meta):
+    os.makedirs(folder, exist_ok=True)
+    for name, ids in (("train", train), ("val", val)):
+        np.asarray(ids, dtype=dtype).tofile(os.path.join(folder, f"{name}.bin"))
+    with open(os.path.join(folder, "meta.json"), "w") as f:
+        json.dump({"format": 1, "vocab_size": vocab_size, "dtype": dtype, "tokenizer": "bytes", "train_tokens": len(train),
+                   "val_tokens": len(val), "train_sha256": f"sum {np.sum(train)}", "val_sha256": "", "source": "test",
+                   **meta}, f)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_data(tmp_path_factory):
+    """Bytes with some structure, so that a tiny model learns: each byte follows from the one before, mostly."""
+    rng = np.random.default_rng(0)
+    ids = np.cumsum(rng.choice([1, 3, 7], 5000)) % 64
+    return write_dataset(tmp_path_factory.mktemp("data") / "tiny", ids[:4000], ids[4000:], vocab_size=64)
+
+
+@pytest.fixture
+def tiny_args(tiny_data):
+    """Command line of a tiny run: tiny_args(out_dir=..., key=value ...)."""
+    def args(**overrides):
+        return [f"--{k}={v}" for k, v in {"dataset": tiny_data, **TINY, **overrides}.items()]
+    return args
+
+
+def run_script(*args, script="train.py", **kwargs):
+    """A script in a process of its own, as a user starts it."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
+    env.pop("WANDB_MODE", None)
+    return subprocess.run([sys.executable, os.path.join(ROOT, script), *args], capture_output=True, text=True, env=env,
+                          stdin=subprocess.DEVNULL, timeout=300, **kwargs)

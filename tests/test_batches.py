@@ -1,0 +1,95 @@
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from batches import Dataset, window_starts
+from configurator import ConfigError
+from tests.conftest import write_dataset
+
+
+def make(tmp_path, n=500, vocab_size=256, **kwargs):
+    return write_dataset(tmp_path / "d", np.arange(n) % vocab_size, np.arange(n // 2) % vocab_size, vocab_size, **kwargs)
+
+
+def test_targets_are_inputs_one_later_and_come_from_the_file(tmp_path):
+    data = Dataset(make(tmp_path), 16)
+    x, y = data.train_batch(seed=3, first=0, count=5, device="cpu")
+    assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (5, 16)
+    starts = window_starts(3, 0, 5, 500 - 16)
+    assert x.tolist() == [[(s + t) % 256 for t in range(16)] for s in starts]
+    assert torch.equal(x[:, 1:], y[:, :-1])
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4, 8])
+def test_the_same_examples_come_in_the_same_order_whatever_the_micro_batch(tmp_path, micro):
+    data = Dataset(make(tmp_path), 16)
+    whole = data.train_batch(7, 40, 8, "cpu")[0]
+    parts = torch.cat([data.train_batch(7, 40 + i, micro, "cpu")[0] for i in range(0, 8, micro)])
+    assert torch.equal(whole, parts)
+
+
+def test_windows_cover_the_corpus_evenly_and_differ_by_seed():
+    starts = window_starts(0, 0, 100_000, 100)
+    counts = np.bincount(starts, minlength=100)
+    assert len(counts) == 100 and 800 < counts.min() and counts.max() < 1200
+    assert not np.array_equal(starts, window_starts(1, 0, 100_000, 100))
+    # neighbouring seeds and numbers are unrelated: no shifted copy of the other stream
+    a, b = window_starts(0, 0, 1000, 2**40), window_starts(1, 0, 1000, 2**40)
+    assert not set(a.tolist()) & set(b.tolist())
+
+
+def test_example_numbers_past_32_bits_work():
+    far = window_starts(0, 2**40, 4, 10**9)
+    assert len(set(far.tolist())) == 4 and far.min() >= 0
+
+
+def test_the_last_window_is_reachable_and_inside(tmp_path):
+    data = Dataset(make(tmp_path, n=34), 16)
+    seen = {int(x[0]) for x in data.train_batch(0, 0, 500, "cpu")[0]}
+    assert seen == set(range(34 - 16))
+
+
+def test_validation_windows_are_fixed_and_evenly_spaced(tmp_path):
+    data = Dataset(make(tmp_path), 16)
+    starts = data.val_starts(8)
+    assert starts[0] == 0 and starts[-1] == 250 - 16 - 1 and np.ptp(np.diff(starts)) <= 1
+    assert len(data.val_starts(10**6)) == 250 - 16
+
+
+@pytest.mark.parametrize("spoil, words", [
+    (lambda d: os.remove(f"{d}/train.bin"), ["train.bin", "missing"]),
+    (lambda d: open(f"{d}/val.bin", "w").close(), ["val.bin", "empty"]),
+    (lambda d: os.truncate(f"{d}/train.bin", 499), ["train.bin", "499 bytes", "truncated"]),
+    (lambda d: open(f"{d}/meta.json", "w").write("{"), ["meta.json", "prepare the dataset again"]),
+    (lambda d: open(f"{d}/meta.json", "w").write("{}"), ["meta.json", "vocab_size"]),
+])
+def test_broken_files_are_named(tmp_path, spoil, words):
+    folder = make(tmp_path)
+    spoil(folder)
+    with pytest.raises(ConfigError) as e:
+        Dataset(folder, 16)
+    for word in words:
+        assert word in str(e.value)
+
+
+def test_a_context_longer_than_the_data_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="block_size=300.*val.bin has only 250 tokens"):
+        Dataset(make(tmp_path), 300)
+
+
+def test_ids_outside_the_vocabulary_are_refused(tmp_path):
+    folder = write_dataset(tmp_path / "d", [1] * 99 + [200], [1] * 50, vocab_size=100)
+    with pytest.raises(ConfigError, match="token id 200.*ends at 99"):
+        Dataset(folder, 16).train_batch(0, 0, 200, "cpu")
+
+
+@pytest.mark.parametrize("name, how", [
+    ("wikitext-2", "data/wikitext/prepare.py"), ("openwebtext", "data/openwebtext/prepare.py"),
+    ("my_own", "data/text/prepare.py")])
+def test_a_dataset_not_prepared_yet_says_how(name, how):
+    if os.path.exists(os.path.join(os.path.dirname(__file__), "..", "data", name, "meta.json")):
+        pytest.skip(f"{name} is prepared on this machine")
+    with pytest.raises(ConfigError, match=how):
+        Dataset(name, 16)

@@ -1,0 +1,76 @@
+import os
+
+import pytest
+import torch
+
+import checkpoint
+from configurator import Config, ConfigError
+
+
+def save_some(tmp_path, **config):
+    checkpoint.save(str(tmp_path), {"config": vars(Config(**config)), "data_checksum": "abc", "x": torch.arange(3)})
+
+
+def test_what_is_saved_comes_back(tmp_path):
+    save_some(tmp_path)
+    assert torch.equal(checkpoint.load(str(tmp_path))["x"], torch.arange(3))
+    assert os.listdir(tmp_path) == ["ckpt.pt"]
+
+
+def test_a_failed_write_leaves_the_old_checkpoint(tmp_path):
+    save_some(tmp_path)
+    before = (tmp_path / "ckpt.pt").read_bytes()
+
+    def half_then_fail(f):
+        f.write(b"half")
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError):
+        checkpoint.write_atomically(str(tmp_path / "ckpt.pt"), half_then_fail)
+    assert (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", None])
+def test_an_unreadable_checkpoint_is_one_clear_line(tmp_path, content):
+    save_some(tmp_path)
+    path = tmp_path / "ckpt.pt"
+    path.write_bytes(path.read_bytes()[:-200] if content is None else content)
+    with pytest.raises(ConfigError, match="not a readable checkpoint") as e:
+        checkpoint.load(str(tmp_path))
+    assert "\n" not in str(e.value)
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "evil"),)
+
+    torch.save({"format": 1, "x": Evil()}, tmp_path / "ckpt.pt")
+    with pytest.raises(ConfigError):
+        checkpoint.load(str(tmp_path))
+    assert not (tmp_path / "evil").exists()
+
+
+def test_another_format_and_a_missing_file_are_named(tmp_path):
+    with pytest.raises(ConfigError, match="no ckpt.pt"):
+        checkpoint.load(str(tmp_path))
+    torch.save({"format": 99}, tmp_path / "ckpt.pt")
+    with pytest.raises(ConfigError, match="format 99"):
+        checkpoint.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("key, value", [("n_layer", 9), ("dataset", "other"), ("batch_size", 128), ("learning_rate", 1.0),
+                                        ("max_tokens", 10**7), ("seed", 5), ("batch_schedule", "constant")])
+def test_a_resume_that_would_compute_something_else_names_the_key(tmp_path, key, value):
+    save_some(tmp_path)
+    saved = checkpoint.load(str(tmp_path))
+    with pytest.raises(ConfigError, match=f"{key} is"):
+        checkpoint.check_same_run(saved, Config(**{key: value}), "abc")
+
+
+def test_keys_that_do_not_change_the_run_may_differ_and_contents_may_not(tmp_path):
+    save_some(tmp_path)
+    saved = checkpoint.load(str(tmp_path))
+    checkpoint.check_same_run(saved, Config(log_interval=3, wandb_log=True, resume="True", out_dir="elsewhere"), "abc")
+    with pytest.raises(ConfigError, match="dataset='stdlib' has other contents"):
+        checkpoint.check_same_run(saved, Config(), "other")

@@ -1,0 +1,132 @@
+import dataclasses
+import os
+
+import pytest
+import torch
+
+import configurator
+from configurator import Config, ConfigError, parse
+from model import GPT, GPTConfig
+from tests.conftest import ROOT
+
+CONFIGS = sorted(os.listdir(os.path.join(ROOT, "config")))
+
+
+def parse_file(tmp_path, text, *args):
+    path = tmp_path / "c.py"
+    path.write_text(text)
+    return parse([str(path), *args])
+
+
+def test_no_arguments_is_the_quickstart():
+    assert parse([]) == parse([os.path.join(ROOT, "config", "quickstart.py")])
+
+
+def test_expressions_see_defaults_and_earlier_lines(tmp_path):
+    text = "batch_size = 5 * 8\nlearning_rate = 1e-2\nmin_lr = learning_rate / 10\n_mine = 3\nseed = _mine + seed"
+    c = parse_file(tmp_path, text)
+    assert (c.batch_size, c.min_lr, c.seed) == (40, 1e-3, 3)
+
+
+def test_command_line_wins_over_file_and_file_over_defaults(tmp_path):
+    c = parse_file(tmp_path, "n_layer = 3\nn_head = 8", "--n_layer=5")
+    assert (c.n_layer, c.n_head, c.n_embd) == (5, 8, Config().n_embd)
+
+
+def test_numbers_bend_only_where_nothing_is_lost(tmp_path):
+    c = parse(["--max_tokens=1e6", "--weight_decay=0", "--cos_attn=1", "--spectral_qkv=(0,2)", "--resume=auto", "--bias=False"])
+    assert c.max_tokens == 1_000_000 and isinstance(c.max_tokens, int)
+    assert c.weight_decay == 0.0 and isinstance(c.weight_decay, float)
+    assert (c.cos_attn, c.spectral_qkv, c.resume, c.bias) == ((1,), (0, 2), "auto", False)
+    assert parse_file(tmp_path, "resume = True\ncompile = False").resume == "True"
+
+
+@pytest.mark.parametrize("args, words", [
+    (["--learning_rat=1"], ["learning_rat", "learning_rate"]),
+    (["--gradient_accumulation_steps=4"], ["batch_size", "micro_batch_size"]),
+    (["--max_iters=4"], ["max_tokens"]),
+    (["--zzzzzz=1"], ["zzzzzz", "--help"]),
+    (["--n_layer"], ["--n_layer=..."]),
+    (["--n_layer=two"], ["n_layer='two'", "number"]),
+    (["--n_layer=2.5"], ["n_layer=2.5", "whole"]),
+    (["--max_tokens=1e999"], ["max_tokens", "whole"]),
+    (["--learning_rate=1e999"], ["learning_rate", "finite"]),
+    (["--bias=1"], ["bias=1", "True or False"]),
+    (["--cos_attn=x"], ["cos_attn='x'", "tuple"]),
+    (["--cos_attn=9"], ["cos_attn=(9,)", "0 to 3"]),
+    (["--norm=layernrm"], ["norm='layernrm'", "did you mean layernorm"]),
+    (["--dtype=int8"], ["dtype='int8'", "float32"]),
+    (["--n_embd=130"], ["n_embd=130", "n_head=4"]),
+    (["--batch_size=4"], ["batch_size=4", "micro_batch_size=8"]),
+    (["--batch_size=20"], ["batch_size=20", "16 or 24"]),
+    (["--batch_size_start=12"], ["batch_size_start=12", "multiple"]),
+    (["--batch_size_start=72"], ["batch_size_start=72", "batch_size=64"]),
+    (["--warmup_tokens=4e6"], ["warmup_tokens=4000000", "max_tokens=3000000"]),
+    (["--decay_tokens=10"], ["decay_tokens=10", "warmup_tokens"]),
+    (["--min_lr=1"], ["min_lr=1.0", "learning_rate"]),
+    (["--dropout=1"], ["dropout=1.0"]),
+    (["--beta2=1"], ["beta2=1.0"]),
+    (["--micro_batch_size=0"], ["micro_batch_size=0", "at least 1"]),
+    (["--grad_clip=-1"], ["grad_clip=-1.0", "negative"]),
+    (["config/gpt_111.py"], ["config/gpt_111.py", "did you mean config/gpt_111m.py"]),
+    (["a.py", "b.py"], ["one config file"]),
+])
+def test_bad_input_is_named_with_its_remedy(args, words):
+    with pytest.raises(ConfigError) as e:
+        parse(args)
+    assert "\n" not in str(e.value)
+    for word in words:
+        assert word in str(e.value)
+
+
+@pytest.mark.parametrize("text, words", [
+    ("n_layers = 3", ["n_layers", "did you mean n_layer?"]),
+    ("gradient_accumulation_steps = 5 * 8", ["batch_size and micro_batch_size"]),
+    ("n_layer = 'two'", ["n_layer='two'", "number"]),
+    ("n_layer = = 2", ["SyntaxError"]),
+    ("n_layer = 1 / 0", ["ZeroDivisionError"]),
+    ("def f(): pass", ["'f'"]),
+])
+def test_a_bad_config_file_fails_as_the_command_line_does(tmp_path, text, words):
+    with pytest.raises(ConfigError) as e:
+        parse_file(tmp_path, text)
+    assert "c.py" in str(e.value)
+    for word in words:
+        assert word in str(e.value)
+
+
+def test_help_lists_every_key_with_default_and_reason():
+    text = configurator.help_text()
+    for f in dataclasses.fields(Config):
+        assert f"--{f.name}={f.default!r}" in text and f.metadata["why"] in text
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_file_is_valid(name):
+    assert parse([os.path.join(ROOT, "config", name)]).out_dir == f"out/{name[:-3]}"
+
+
+@pytest.mark.parametrize("name, millions", [("gpt_70m", 70), ("gpt_111m", 111), ("gpt_161m", 161), ("gpt_1_3b", 1316)])
+def test_parameter_counts_are_what_the_names_say(name, millions):
+    c = parse([os.path.join(ROOT, "config", name + ".py")])
+    with torch.device("meta"):
+        model = GPT(GPTConfig(c.n_layer, c.n_head, c.n_embd, c.block_size))
+    assert round(model.parameter_count() / 1e6) == millions
+
+
+def test_siblings_spend_the_flops_of_the_111m_model():
+    flops = {}
+    for name in ("gpt_70m", "gpt_111m", "gpt_161m"):
+        c = parse([os.path.join(ROOT, "config", name + ".py")])
+        with torch.device("meta"):
+            model = GPT(GPTConfig(c.n_layer, c.n_head, c.n_embd, c.block_size))
+        flops[name] = 6 * model.parameter_count() * c.max_tokens
+    assert all(abs(f / flops["gpt_111m"] - 1) < 0.01 for f in flops.values())
+
+
+def test_the_111m_config_has_the_papers_figures():
+    c = parse([os.path.join(ROOT, "config", "gpt_111m.py")])
+    assert (c.n_layer, c.n_head, c.n_embd, c.block_size, c.micro_batch_size) == (10, 12, 768, 2048, 8)
+    assert (c.batch_size, c.batch_size_start, c.batch_schedule, c.cos_attn) == (120, 16, "linear", (1,))
+    assert (c.max_tokens, c.warmup_tokens, c.learning_rate) == (2_219_950_080, 374_784_000, 1.17e-3)
+    assert c.min_lr == pytest.approx(1.17e-4) and (c.beta1, c.beta2, c.weight_decay, c.grad_clip) == (0.9, 0.95, 0.1, 1.0)

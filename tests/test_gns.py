@@ -1,0 +1,146 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from gns import NoiseScale, ratio_interval, student_t, unbiased_pair
+
+
+def gradients(rng, trials, batch, mean, scale):
+    """Per-example gradients with mean `mean` and covariance diag(scale^2): |G|^2 and tr(Sigma) are known."""
+    return mean + scale * rng.standard_normal((trials, batch, len(mean)))
+
+
+def pairs_of(g):
+    """(sq_norm, tr_sigma) of every trial of g (trials, batch, dim) from batch 1 against the whole."""
+    small = (g**2).sum(-1).mean(1)
+    big = (g.mean(1) ** 2).sum(-1)
+    return np.array([unbiased_pair(s, b, 1, g.shape[1]) for s, b in zip(small, big)])
+
+
+@pytest.mark.parametrize("batch", [2, 3, 16])
+def test_the_pair_is_unbiased_on_gradients_with_known_answers(batch):
+    rng = np.random.default_rng(batch)
+    mean, scale = np.linspace(-1, 1, 7), np.linspace(0.5, 2, 7)
+    estimates = pairs_of(gradients(rng, 20_000, batch, mean, scale))
+    truth = np.array([(mean**2).sum(), (scale**2).sum()])
+    error = estimates.std(0) / math.sqrt(len(estimates))
+    assert (abs(estimates.mean(0) - truth) < 3 * error).all()
+
+
+@pytest.mark.parametrize("n_small, n_big", [(1, 8), (2, 8), (4, 8)])
+def test_the_general_form_is_unbiased_for_any_two_batches(n_small, n_big):
+    rng = np.random.default_rng(n_small)
+    mean, scale = np.array([0.3, -0.7]), np.array([1.0, 2.0])
+    g = gradients(rng, 20_000, n_big, mean, scale)
+    small = (g.reshape(len(g), n_big // n_small, n_small, 2).mean(2) ** 2).sum(-1).mean(1)
+    big = (g.mean(1) ** 2).sum(-1)
+    sq_norm, tr_sigma = unbiased_pair(small, big, n_small, n_big)
+    for values, truth in ((sq_norm, 0.58), (tr_sigma, 5.0)):
+        assert abs(values.mean() - truth) < 3 * values.std() / math.sqrt(len(values))
+
+
+def test_one_example_has_no_estimate_and_says_so():
+    with pytest.raises(ValueError, match="one example has no estimate"):
+        unbiased_pair(1.0, 1.0, 1, 1)
+
+
+def run(pairs, half_life=1e9, tokens=100):
+    scale = NoiseScale(half_life)
+    for sq_norm, tr_sigma in pairs:
+        scale.update(sq_norm, tr_sigma, tokens)
+    return scale
+
+
+def test_averages_are_exact_for_constant_input_from_the_first_step():
+    scale = run([(2.0, 6.0)])
+    assert (scale.sq_norm, scale.tr_sigma) == pytest.approx((2.0, 6.0))
+    assert run([(2.0, 6.0)] * 9, half_life=50).tr_sigma == pytest.approx(6.0)
+
+
+def test_the_half_life_is_in_tokens():
+    """After one half-life of new values, old and new weigh the same, whatever the size of the steps."""
+    for size in (10, 50, 100):
+        scale = NoiseScale(1000)
+        for _ in range(20_000 // size):
+            scale.update(1.0, 0.0, size)
+        for _ in range(1000 // size):
+            scale.update(0.0, 1.0, size)
+        assert scale.sq_norm == pytest.approx(0.5, abs=1e-5) and scale.tr_sigma == pytest.approx(0.5, abs=1e-5)
+
+
+def test_weights_of_the_averages_match_a_plain_weighted_computation():
+    rng = np.random.default_rng(0)
+    g, s, tokens = rng.normal(3, 1, 40), rng.normal(9, 2, 40), rng.integers(50, 500, 40)
+    scale = NoiseScale(2000)
+    for row in zip(g, s, tokens):
+        scale.update(*row)
+    later = np.concatenate([np.cumsum(tokens[::-1])[::-1][1:], [0]])
+    w = (1 - 2.0 ** (-tokens / 2000)) * 2.0 ** (-later / 2000)
+    w /= w.sum()
+    m_s, m_g = (w * s).sum(), (w * g).sum()
+    left = 1 - (w**2).sum()
+    expected = [(w**2 * (s - m_s) ** 2).sum() / left, (w**2 * (s - m_s) * (g - m_g)).sum() / left,
+                (w**2 * (g - m_g) ** 2).sum() / left]
+    assert (scale.tr_sigma, scale.sq_norm) == pytest.approx((m_s, m_g))
+    assert scale.variances() == pytest.approx(expected)
+    assert scale.effective_updates == pytest.approx(1 / (w**2).sum())
+    low, high = scale.interval()
+    assert low < scale.gns < high
+
+
+@pytest.mark.parametrize("half_life, steps", [(1e9, 16), (1e9, 100), (2000, 200)])
+def test_the_95_percent_interval_covers_the_truth_in_92_to_98_percent_of_trials(half_life, steps):
+    rng = np.random.default_rng(steps)
+    mean, scale_ = np.full(6, 0.5), np.linspace(0.5, 2, 6)
+    truth = (scale_**2).sum() / (mean**2).sum()
+    inside = 0
+    for _ in range(1000):
+        interval = run(pairs_of(gradients(rng, steps, 16, mean, scale_)), half_life).interval()
+        inside += interval is not None and interval[0] <= truth <= interval[1]
+    assert 920 <= inside <= 980
+
+
+def test_pure_noise_is_undetermined_and_never_a_number():
+    """With no gradient at all the ratio does not exist; a 95% rule may be fooled in one trial of forty, not more."""
+    rng = np.random.default_rng(1)
+    fooled = sum(run(pairs_of(gradients(rng, 30, 8, np.zeros(5), np.ones(5)))).gns is not None for _ in range(400))
+    assert fooled <= 20
+    scale = run([(-1.0, 5.0), (0.5, 4.0), (-0.2, 6.0)])
+    assert scale.gns is None and scale.interval() is None
+    assert scale.sq_norm < 0, "a negative average is kept, not clipped"
+
+
+def test_nothing_is_claimed_from_no_or_one_step():
+    assert run([]).gns is None and run([]).interval() is None and run([]).sq_norm is None
+    assert run([(1.0, 1.0)]).gns is None
+
+
+def test_ratio_interval_solves_its_own_inequality():
+    args = (6.0, 2.0, 0.3, 0.05, 0.1)
+    low, high = ratio_interval(*args, 2.0)
+    m_s, m_g, v_ss, v_sg, v_gg = args
+    for r in (low, high):
+        assert (m_s - r * m_g) ** 2 == pytest.approx(4 * (v_ss - 2 * r * v_sg + r * r * v_gg))
+    assert low < 3 < high
+    assert ratio_interval(6.0, 0.1, 0.3, 0.0, 0.1, 2.0) is None
+
+
+@pytest.mark.parametrize("level, freedom, quantile", [
+    (0.95, 1, 12.7062047), (0.95, 2, 4.3026527), (0.95, 10, 2.2281389), (0.9, 5, 2.0150484), (0.99, 30, 2.7499957),
+    (0.95, 1e7, 1.9599640)])  # printed tables
+def test_student_t_matches_the_tables(level, freedom, quantile):
+    assert student_t(level, freedom) == pytest.approx(quantile, abs=2e-6)
+
+
+def test_state_survives_json_bit_for_bit():
+    rng = np.random.default_rng(2)
+    values = rng.normal(2, 1, (30, 2))
+    whole = run(values)
+    first = run(values[:11])
+    second = NoiseScale(1.0)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    for v in values[11:]:
+        second.update(*v, 100)
+    assert second.state_dict() == whole.state_dict() and second.interval() == whole.interval()

@@ -1,0 +1,455 @@
+"""ln_kernel against a float64 autograd loop over examples, and against torch's own kernels for accuracy."""
+
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import ln_kernel
+
+ROOT = Path(__file__).parent.parent
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+KINDS = ["layer_norm", "layer_norm without bias", "rms_norm"]
+DTYPES = {"float32": (torch.float32, torch.float32), "bfloat16": (torch.bfloat16, torch.bfloat16),
+          "autocast": (torch.float32, torch.bfloat16), "float16": (torch.float16, torch.float16)}   # x, y
+SHAPES = [(2, 5, 1), (3, 4, 3), (2, 7, 1023), (1, 3, 4097), (1, 1, 8), (5, 1, 64), (6, 32), (2, 3, 4, 40), (3, 230, 96)]
+
+
+@pytest.fixture(autouse=True)
+def keep_thread_count():
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+# ---- the case under test, the oracle, and torch's own kernel
+
+class Case:
+    """Random inputs of one call, and the three ways to answer it. Weight and bias are random, so nothing hides."""
+
+    def __init__(self, shape, kind="layer_norm", dtype="float32", metric=False, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        self.B, self.C, self.rms = shape[0], shape[-1], kind == "rms_norm"
+        self.x_dtype, self.y_dtype = DTYPES[dtype]
+        self.x = (torch.randn(shape, generator=g) * 2 + 0.5).to(self.x_dtype)
+        self.dy = torch.randn(shape, generator=g).to(self.y_dtype)
+        self.w = torch.randn(self.C, generator=g)
+        self.b = torch.randn(self.C, generator=g) if kind == "layer_norm" else None
+        self.kinds = 1 if self.rms else 2
+        self.p = torch.rand(self.kinds, self.C, generator=g) if metric else None
+
+    def probe(self):
+        return torch.zeros(self.kinds * (1 if self.p is None else 2), self.B, requires_grad=True)
+
+    def leaves(self, dtype=None):
+        tensors = (self.x, self.w) if self.b is None else (self.x, self.w, self.b)
+        return [t.detach().clone().to(dtype or t.dtype).requires_grad_() for t in tensors]
+
+    def ours(self, impl, track=True, x=None, dy=None):
+        """y, dx, dw(, db)(, sq)."""
+        leaves, probe = self.leaves(), self.probe() if track else None
+        x = leaves[0] if x is None else x
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.x_dtype != self.y_dtype):
+            if self.rms:
+                y = ln_kernel.rms_norm(x, leaves[1], probe, impl=impl, metric=self.p)
+            else:
+                y = ln_kernel.layer_norm(x, leaves[1], self.b if self.b is None else leaves[2], probe, impl=impl,
+                                         metric=self.p)
+        grads = torch.autograd.grad(y, [x, *leaves[1:], *([probe] if track else [])], self.dy if dy is None else dy)
+        assert y.dtype == self.y_dtype and grads[0].dtype == self.x_dtype and grads[1].dtype == torch.float32
+        return [y.detach(), *grads]
+
+    def torch(self, dtype=None):
+        """The same from F.layer_norm / F.rms_norm in one dtype, squared norms by a loop over examples."""
+        leaves, dy = self.leaves(dtype), self.dy.to(dtype or self.y_dtype)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")   # F.rms_norm: mixed dtypes are not fused
+            y = self._torch_norm(*leaves).to(dy.dtype)
+            grads = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+            sq = []
+            for b in range(self.B):
+                only = torch.zeros_like(dy)
+                only[b] = dy[b]
+                c = [v.double() for v in torch.autograd.grad(y, leaves[1:], only, retain_graph=True)]
+                c += [torch.zeros_like(c[0])] * (self.kinds - len(c))
+                sq.append([v.square().sum() for v in c])
+                if self.p is not None:
+                    sq[-1] += [(v.square() * p).sum() for v, p in zip(c, self.p)]
+        return [y.detach(), *grads, torch.tensor(sq, dtype=torch.float64).T]
+
+    def _torch_norm(self, x, w, b=None):
+        return F.rms_norm(x, w.shape, w, 1e-5) if self.rms else F.layer_norm(x, w.shape, w, b)
+
+    def scales(self, oracle):
+        """The largest number that each result is a sum of, or itself: rounding errors are relative to these."""
+        x, dy, w = self.x.double(), self.dy.double(), self.w.double()
+        centred = x if self.rms else x - x.mean(-1, keepdim=True)
+        rstd = (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+        terms = [x[:0], rstd * w * dy, dy * centred * rstd, dy][:len(oracle) - 1] + [x[:0]]
+        return [torch.cat([v.abs().flatten(), t.abs().flatten()]).max().item() for v, t in zip(oracle, terms, strict=True)]
+
+
+def assert_as_accurate_as_torch(case, results, slack=2):
+    oracle, same_dtype = case.torch(torch.float64), case.torch()
+    names = ["y", "dx", "dw", "db"][:len(oracle) - 1] + ["sq"]
+    for name, ours, theirs, truth, scale in zip(names, results, same_dtype, oracle, case.scales(oracle), strict=True):
+        # Floor: a few roundings of the result's own dtype, for results that torch happens to get exactly.
+        floor = scale * torch.finfo(ours.dtype).eps * 2
+        error, bound = (ours.double() - truth).abs().max().item(), (theirs.double() - truth).abs().max().item()
+        assert error <= slack * bound + floor, f"{name}: error {error:.3g}, torch's {bound:.3g}, scale {scale:.3g}"
+
+
+# ---- accuracy
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+def test_error_is_at_most_twice_that_of_torch(impl, kind, dtype, shape):
+    case = Case(shape, kind, dtype, metric=shape[-1] in (3, 40, 96))
+    assert_as_accurate_as_torch(case, case.ours(impl))
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu", "auto"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_float64_matches_the_oracle_to_float64_precision(impl, kind):
+    case = Case((3, 4, 17), kind, metric=True)
+    case.x, case.dy, case.w = case.x.double(), case.dy.double(), case.w.double()
+    case.b = None if case.b is None else case.b.double()
+    leaves, probe = case.leaves(), case.probe()
+    norm = ln_kernel.rms_norm if case.rms else ln_kernel.layer_norm
+    y = norm(*leaves, probe=probe, impl=impl, metric=case.p)
+    results = [y, *torch.autograd.grad(y, [*leaves, probe], case.dy)]
+    for ours, truth in zip(results[:-1], case.torch(torch.float64)):
+        torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(results[-1].double(), case.torch(torch.float64)[-1], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("shape", [(1, 700, 50), (2, 343, 50), (3, 231, 50), (7, 99, 50), (700, 1, 50), (2, 2, 8200)],
+                         ids=str)
+def test_every_split_of_examples_over_threads_is_right(shape, threads):
+    torch.set_num_threads(threads)
+    case = Case(shape, metric=True)
+    oracle, results = Case.torch(case, torch.float64) if shape[0] < 100 else case.ours("ref"), case.ours("cpu")
+    for ours, truth in zip(results, oracle, strict=True):
+        torch.testing.assert_close(ours.double(), truth.double(), rtol=2e-5, atol=2e-5 * truth.abs().max().item())
+
+
+def test_large_offset_loses_no_more_digits_than_torch():
+    case = Case((2, 6, 300))
+    case.x += 1000
+    assert_as_accurate_as_torch(case, case.ours("cpu"))
+
+
+# ---- the same bits
+
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tracking_does_not_change_a_bit(kind, dtype, impl):
+    case = Case((4, 130, 75), kind, dtype)
+    for tracked, untracked in zip(case.ours(impl), case.ours(impl, track=False)):
+        assert torch.equal(tracked, untracked)
+
+
+def test_runs_repeat_bit_for_bit():
+    case = Case((3, 301, 75), metric=True)
+    first = case.ours("cpu")
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(first, case.ours("cpu"), strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_streaming_stores_write_what_plain_stores_write(dtype):
+    torch.set_num_threads(1)
+    case = Case((2, 1024, 1024 if dtype == "float32" else 2048), dtype=dtype)    # 8 MB of output: streamed
+    w, b, x = case.w, case.b, case.x.requires_grad_()
+    y = ln_kernel.layer_norm(x, w, b, impl="cpu")
+    dx, = torch.autograd.grad(y, x, case.dy)
+    for i in range(2):
+        xi = case.x[i:i + 1].detach().requires_grad_()
+        yi = ln_kernel.layer_norm(xi, w, b, impl="cpu")
+        dxi, = torch.autograd.grad(yi, xi, case.dy[i:i + 1])
+        assert torch.equal(y[i:i + 1], yi) and torch.equal(dx[i:i + 1], dxi)
+
+
+# ---- inputs as they come
+
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+@pytest.mark.parametrize("layout", ["transposed", "misaligned", "every other channel"])
+def test_memory_layout_of_x_and_dy_does_not_matter(layout, impl):
+    case = Case((3, 20, 50))
+
+    def relayout(t):
+        if layout == "transposed":
+            return t.transpose(0, 1).contiguous().transpose(0, 1)
+        if layout == "misaligned":
+            return torch.cat([torch.zeros(1), t.flatten()])[1:].view(t.shape)
+        return torch.stack([t, t], -1).flatten(-2)[..., ::2]
+    results = case.ours(impl, x=relayout(case.x).requires_grad_(), dy=relayout(case.dy))
+    for got, expected in zip(results, case.ours(impl), strict=True):
+        torch.testing.assert_close(got, expected)                       # torch's own sums follow the layout
+        assert impl == "ref" or torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+def test_expanded_output_gradient(impl):
+    case = Case((3, 4, 10))
+    case.dy = torch.ones(3, 4, 10)
+    leaves, probe = case.leaves(), case.probe()
+    ln_kernel.layer_norm(*leaves, probe, impl=impl).sum().backward()     # sum() sends an expanded scalar
+    for got, expected in zip([*leaves, probe], case.ours(impl)[1:], strict=True):
+        assert torch.equal(got.grad, expected)
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+@pytest.mark.parametrize("wanted", ["x", "weight", "bias", "probe"])
+def test_each_input_alone_may_need_a_gradient(wanted, impl):
+    case = Case((3, 4, 10))
+    everything = dict(zip(["x", "weight", "bias", "probe"], case.ours(impl)[1:], strict=True))
+    inputs = {"x": case.x, "weight": case.w, "bias": case.b, "probe": torch.zeros(2, 3)}
+    inputs[wanted].requires_grad_()
+    ln_kernel.layer_norm(**inputs, impl=impl).backward(case.dy)
+    assert torch.equal(inputs[wanted].grad, everything[wanted])
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+def test_weight_and_probe_used_twice_add_up(impl):
+    case, other = Case((3, 4, 10)), Case((3, 4, 10), seed=1)
+    w, probe = case.w.clone().requires_grad_(), torch.zeros(2, 3, requires_grad=True)
+    for c in (case, other):
+        c.w, c.b = case.w, case.b
+        ln_kernel.layer_norm(c.x, w, case.b, probe, impl=impl).backward(c.dy)
+    torch.testing.assert_close(w.grad, case.ours(impl)[2] + other.ours(impl)[2])
+    torch.testing.assert_close(probe.grad, case.ours(impl)[4] + other.ours(impl)[4])
+
+
+def test_half_precision_weights_get_half_precision_gradients():
+    case = Case((3, 50, 40), dtype="bfloat16")
+    w, b = case.w.bfloat16().requires_grad_(), case.b.bfloat16().requires_grad_()
+    case.w, case.b = w.detach().float(), b.detach().float()
+    ln_kernel.layer_norm(case.x, w, b, impl="cpu").backward(case.dy)
+    assert torch.equal(w.grad, case.ours("cpu")[2].bfloat16()) and torch.equal(b.grad, case.ours("cpu")[3].bfloat16())
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+def test_no_grad_and_inference_give_the_same_output(impl):
+    case = Case((3, 4, 10))
+    expected = case.ours(impl)[0]
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert torch.equal(ln_kernel.layer_norm(case.x, case.w, case.b, impl=impl), expected)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+@pytest.mark.parametrize("bad", ["nan", "nan with all bits set", "inf"])
+def test_nan_and_inf_reach_output_and_norms_of_their_example_only(bad, impl, dtype):
+    case = Case((3, 5, 37), dtype=dtype)
+    if bad == "inf":
+        case.x[1, 2, 3] = float("inf")
+    elif bad == "nan":
+        case.x[1, 2, 3] = float("nan")
+    else:   # rounding this one to bf16 must not carry into the sign
+        bits = torch.int32 if case.x_dtype == torch.float32 else torch.int16
+        case.x.view(bits)[1, 2, 3] = torch.iinfo(bits).max
+    y, dx, dw, db, sq = case.ours(impl)
+    assert y[1, 2].isnan().all() and dx[1, 2].isnan().all() and dw.isnan().all()
+    assert sq[0].isnan().tolist() == [False, True, False]
+    assert y[1, :2].isfinite().all() and y[0].isfinite().all() and db.isfinite().all()
+
+
+# ---- errors
+
+@pytest.mark.parametrize("call, message", [
+    (lambda x, w, p: ln_kernel.layer_norm(x, w, probe=p, impl="torch"), "impl='torch' has no per-example norms"),
+    (lambda x, w, p: ln_kernel.layer_norm(x, w, impl="cuda"), "unknown impl 'cuda': expected one of auto, ref, cpu"),
+    (lambda x, w, p: ln_kernel.layer_norm(x, w[1:]), r"expected x \(B, ..., C\) and weight \(C,\)"),
+    (lambda x, w, p: ln_kernel.rms_norm(x, w, probe=p), r"expected probe \(1, 2\)"),
+    (lambda x, w, p: ln_kernel.layer_norm(x, w, probe=p, metric=torch.ones(2, 5)), r"expected probe \(4, 2\)"),
+    (lambda x, w, p: ln_kernel.layer_norm(x, w, metric=torch.ones(1, 5)), r"expected metric \(2, 5\)"),
+])
+def test_wrong_arguments_say_what_was_expected(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(torch.randn(2, 3, 5), torch.ones(5), torch.zeros(2, 2, requires_grad=True))
+
+
+def test_impl_torch_is_torch():
+    case = Case((2, 3, 5))
+    x, w, b = case.leaves()
+    assert torch.equal(ln_kernel.layer_norm(x, w, b, impl="torch"), F.layer_norm(x, (5,), w, b))
+    assert torch.equal(ln_kernel.rms_norm(x, w, impl="torch"), F.rms_norm(x, (5,), w, 1e-5))
+
+
+# ---- checkpointing and torch.compile
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+def test_checkpointing_and_compiling_change_nothing(impl, compiled):
+    case = Case((3, 130, 90), metric=True)
+
+    def two_norms(x, w, b, probe, metric):
+        h = ln_kernel.layer_norm(x, w, b, probe, impl=impl, metric=metric)
+        return ln_kernel.rms_norm(h.sin(), w, probe[:1], impl=impl)
+
+    def checkpointed(*args):
+        return checkpoint(two_norms, *args, use_reentrant=False)
+
+    def grads(f):
+        leaves, probe = case.leaves(), case.probe()
+        return torch.autograd.grad(f(*leaves, probe, case.p), [*leaves, probe], case.dy)
+
+    expected = grads(two_norms)
+    for f in (two_norms, checkpointed):
+        f = torch.compile(f, fullgraph=True, backend="aot_eager") if compiled else f
+        for got, truth in zip(grads(f), expected, strict=True):
+            torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5 * truth.abs().max().item())
+    torch.compiler.reset()
+
+
+def test_compiled_autocast_keeps_the_output_dtype():
+    case = Case((2, 3, 16), dtype="autocast")
+    f = torch.compile(lambda x, w, b: ln_kernel.layer_norm(x, w, b, impl="cpu"), fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(f(case.x, case.w, case.b), case.ours("cpu")[0])
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_custom_op_passes_opcheck(dtype, kind):
+    case = Case((2, 3, 16), kind, dtype, metric=kind == "layer_norm")
+    x, w, *b = case.leaves()
+    probe = case.probe() if dtype == "float32" else None
+    args = (x, w, *(b or [None]), probe, case.p, 1e-5, case.rms, case.y_dtype, "cpu")
+    torch.library.opcheck(ln_kernel.norm_forward_op, args)
+    y, stats = ln_kernel.norm_forward_op(*args)
+    saved = x.detach(), w.detach(), stats.detach(), case.p
+    torch.library.opcheck(ln_kernel.norm_backward_op,
+                          (case.dy, *saved, case.rms, case.b is not None, probe is not None, "cpu"))
+
+
+# ---- building the C++ kernel
+
+SCRIPT = """
+import torch, ln_kernel
+x, w, probe = torch.randn(2, 3, 8), torch.ones(8), torch.zeros(1, 2, requires_grad=True)
+ln_kernel.rms_norm(x, w, probe, impl="cpu").sum().backward()
+files = {line.split()[-1] for line in open("/proc/self/maps")}
+print(ln_kernel.choose_impl("cpu")[0], *(f for f in files if "omp" in f.split("/")[-1]))
+"""
+
+
+@pytest.fixture
+def quick_compiler(tmp_path):
+    """The real compiler without optimisation: takes a second."""
+    wrapper = tmp_path / "cxx"
+    real = " ".join(ln_kernel._find_compiler())
+    wrapper.write_text(f'#!/bin/bash\nexec {real} "${{@/-O3/-O0}}"\n')
+    wrapper.chmod(0o755)
+    return {"CXX": str(wrapper), "RIGHTBATCH_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+
+
+def test_auto_uses_the_compiled_kernel_on_a_cpu_and_says_why():
+    impl, reason = ln_kernel.choose_impl("cpu")
+    assert impl == "cpu" and "compiled" in reason
+    assert ln_kernel.choose_impl(torch.device("mps"))[0] == "ref"
+    case = Case((2, 3, 40))
+    assert all(torch.equal(a, b) for a, b in zip(case.ours("auto"), case.ours("cpu"), strict=True))
+
+
+def test_two_processes_with_an_empty_cache_both_succeed(quick_compiler, tmp_path):
+    processes = [subprocess.Popen([sys.executable, "-c", SCRIPT], env=os.environ | quick_compiler, text=True,
+                                  stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    outputs = [p.communicate(timeout=120) for p in processes]
+    for out, err in outputs:
+        impl, *runtimes = out.split()
+        assert impl == "cpu", err
+        assert len(runtimes) == 1, f"we and torch should share one OpenMP runtime: {runtimes}"
+        assert err.count("compiling") <= 1 and "Warning" not in err
+    assert [f.suffix for f in (tmp_path / "cache").iterdir()] == [".so"]
+
+
+@pytest.mark.parametrize("compiler", [None, ["false"]], ids=["none there", "broken"])
+def test_without_a_working_compiler_it_warns_once_and_uses_plain_torch(compiler, tmp_path, monkeypatch):
+    monkeypatch.setattr(ln_kernel, "_find_compiler", lambda: compiler)
+    monkeypatch.setenv("RIGHTBATCH_CACHE", str(tmp_path))
+    caches = [ln_kernel._library, ln_kernel._choose]
+    try:
+        [c.cache_clear() for c in caches]
+        case = Case((2, 3, 40))
+        with pytest.warns(UserWarning, match="no C\\+\\+ kernel") as caught:
+            results = [case.ours(impl) for impl in ("auto", "cpu", "auto")]
+        assert len(caught) == 1 and ln_kernel.choose_impl("cpu")[0] == "ref"
+        for r in results:
+            assert all(torch.equal(a, b) for a, b in zip(r, case.ours("ref"), strict=True))
+    finally:
+        [c.cache_clear() for c in caches]
+
+
+# ---- Triton: in its interpreter, which must be chosen before triton is imported, so in a process of its own
+
+def test_triton_passes_its_tests_in_the_interpreter():
+    pytest.importorskip("triton", reason="triton is not installed (Linux only)")
+    if INTERPRETING:
+        pytest.skip("already in the interpreter")
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "interpreted"], cwd=ROOT, text=True,
+                         env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, timeout=300)
+    assert run.returncode == 0 and "passed" in run.stdout and "skipped" not in run.stdout, run.stdout + run.stderr
+
+
+def interpreted(test):
+    return test if INTERPRETING else None    # collected in the interpreter's process only
+
+
+@interpreted
+@pytest.mark.parametrize("dtype, shape", [
+    ("float32", (2, 3, 1)), ("float32", (3, 2, 3)), ("float32", (1, 70, 33)), ("float32", (2, 2, 1023)),
+    ("float32", (4, 32)), ("float32", (1, 3, 2, 16)), ("bfloat16", (2, 3, 33)), ("float16", (2, 3, 33)),
+    ("autocast", (2, 3, 33))], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_interpreted_triton_error_is_at_most_twice_that_of_torch(kind, dtype, shape):
+    case = Case(shape, kind, dtype, metric=shape[-1] in (3, 33))
+    cut = case.y_dtype == torch.bfloat16     # the interpreter, unlike a GPU, cuts floats off to bf16 instead of rounding
+    assert_as_accurate_as_torch(case, case.ours("triton"), slack=4 if cut else 2)
+
+
+@interpreted
+def test_interpreted_triton_tracking_does_not_change_a_bit():
+    case = Case((1, 70, 33))
+    for tracked, untracked in zip(case.ours("triton"), case.ours("triton", track=False)):
+        assert torch.equal(tracked, untracked)
+
+
+@interpreted
+def test_interpreted_triton_nan_reaches_output_and_norms_of_its_example_only():
+    case = Case((3, 2, 37))
+    case.x[1, 1, 3] = float("nan")
+    y, dx, dw, db, sq = case.ours("triton")
+    assert y[1, 1].isnan().all() and sq[0].isnan().tolist() == [False, True, False] and db.isfinite().all()
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("C", [768, 8192])
+def test_triton_backward_compiles_without_spills_and_moves_every_byte_once(C, arch):
+    pytest.importorskip("triton", reason="triton is not installed (Linux only)")
+    if INTERPRETING:
+        pytest.skip("the interpreter does not compile")
+    import bench
+    report = bench.inspect_triton("backward", "bf16", arch, C)
+    assert report["spill_bytes"] == 0
+    assert report["bytes_per_channel_and_row"] == 6      # read x, read dy, write dx
+
+
+def test_triton_on_a_cpu_tensor_says_what_it_needs():
+    pytest.importorskip("triton", reason="triton is not installed (Linux only)")
+    if not INTERPRETING:
+        with pytest.raises(ValueError, match="needs a CUDA tensor"):
+            ln_kernel.layer_norm(torch.randn(2, 3, 5), torch.ones(5), impl="triton")

@@ -1,0 +1,192 @@
+import copy
+
+import pytest
+import torch
+
+from model import GPT, GPTConfig, spectral_norm
+
+SHAPE = dict(n_layer=2, n_head=2, n_embd=24, block_size=12, vocab_size=37)
+
+
+def make(seed=0, **overrides):
+    torch.manual_seed(seed)
+    model = GPT(GPTConfig(**{**SHAPE, **overrides}))
+    with torch.no_grad():  # norm weights of exactly 1 and biases of exactly 0 would hide mistakes
+        for p in model.parameters():
+            p.add_(0.1 * torch.randn_like(p))
+    return model
+
+
+def batch(n, seed=1, T=12):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(SHAPE["vocab_size"], (n, T + 1), generator=g)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def contributions(model, x, y, n):
+    """The oracle: a loop over examples with plain autograd in float64. {parameter name: [|g_b / n|^2 for each b]}"""
+    model = copy.deepcopy(model).double()
+    model.config.activation_checkpointing = "none"
+    squares = {name: [] for name, _ in model.named_parameters()}
+    for b in range(len(x)):
+        model.zero_grad()
+        (model(x[b:b + 1], y[b:b + 1])[1] / n).backward()
+        for name, p in model.named_parameters():
+            squares[name].append(0.0 if p.grad is None else float((p.grad**2).sum()))
+    return {name: torch.tensor(v, dtype=torch.float64) for name, v in squares.items()}
+
+
+def measured(model, x, y, micro, forward=None):
+    """Probe gradients over all micro-batches, (sites, 2, B), as the training loop takes them."""
+    forward = model if forward is None else forward
+    accum = len(x) // micro
+    found = []
+    for i in range(0, len(x), micro):
+        probes = torch.zeros(len(model.probe_sites("norm")), 2, micro, requires_grad=True)
+        _, loss = forward(x[i:i + micro], y[i:i + micro], probes=probes)
+        (loss / accum).backward()
+        found.append(probes.grad)
+    return torch.cat(found, -1)
+
+
+def check_against_oracle(model, x, y, micro, forward=None):
+    found, truth = measured(model, x, y, micro, forward), contributions(model, x, y, len(x))
+    parameters = dict(model.named_parameters())
+    for site, (name, group, layer) in enumerate(model.probe_sites("norm")):
+        assert group == "norm" and name in parameters and (layer is None or f"h.{layer}." in name)
+        torch.testing.assert_close(found[site, 0].double(), truth[name], rtol=1e-5, atol=0)
+        bias = name.replace("weight", "bias")
+        expected = truth[bias] if bias in parameters else torch.zeros(len(x), dtype=torch.float64)
+        torch.testing.assert_close(found[site, 1].double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("accum", [1, 2, 3, 4])
+@pytest.mark.parametrize("overrides", [
+    {}, {"bias": False}, {"norm": "rmsnorm"}, {"norm": "rmsnorm", "bias": False}, {"tie_weights": False},
+    {"activation_checkpointing": "block"}, {"cos_attn": (1,)}, {"spectral_qkv": (0,)}, {"norm_impl": "ref"}], ids=str)
+def test_probe_gradients_are_the_squared_norms_of_each_examples_contribution(overrides, accum):
+    x, y = batch(3 * accum)
+    check_against_oracle(make(**overrides), x, y, micro=3)
+
+
+@pytest.mark.parametrize("overrides, backend", [
+    ({}, "inductor"), ({"norm": "rmsnorm", "tie_weights": False, "activation_checkpointing": "block"}, "aot_eager"),
+    ({"activation_checkpointing": "block", "cos_attn": (0,), "spectral_qkv": (1,)}, "aot_eager")], ids=str)
+def test_the_same_under_torch_compile_without_a_graph_break(overrides, backend):
+    model = make(**overrides)
+    x, y = batch(4)
+    check_against_oracle(model, x, y, micro=2, forward=torch.compile(model, fullgraph=True, backend=backend))
+
+
+def test_every_norm_layer_has_a_site_and_every_site_is_a_norm_layer():
+    model = make()
+    names = {name for name, _, _ in model.probe_sites("norm")}
+    assert names == {n for n, _ in model.named_parameters() if ".ln_" in f".{n}" and n.endswith("weight")}
+    with pytest.raises(ValueError, match="mode='layers'"):
+        model.probe_sites("layers")
+
+
+@pytest.mark.parametrize("overrides", [{}, {"norm": "rmsnorm"}, {"bias": False, "tie_weights": False}, {"dropout": 0.3}],
+                         ids=str)
+def test_tracking_changes_neither_loss_nor_gradients_nor_keys(overrides):
+    x, y = batch(4)
+    results = []
+    for tracked in (False, True):
+        model = make(**overrides)
+        torch.manual_seed(5)  # the same dropout mask
+        probes = torch.zeros(len(model.probe_sites("norm")), 2, 4, requires_grad=True) if tracked else None
+        loss = model(x, y, probes=probes)[1]
+        loss.backward()
+        results.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}, list(model.state_dict())))
+    (loss_a, grads_a, keys_a), (loss_b, grads_b, keys_b) = results
+    assert torch.equal(loss_a, loss_b) and keys_a == keys_b
+    assert all(torch.equal(grads_a[n], grads_b[n]) for n in grads_a)
+
+
+def test_activation_checkpointing_changes_nothing_but_memory():
+    x, y = batch(4)
+    grads = []
+    for how in ("none", "block"):
+        model = make(activation_checkpointing=how, dropout=0.2)
+        torch.manual_seed(3)
+        model(x, y)[1].backward()
+        grads.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_attention_is_causal():
+    model = make(cos_attn=(0,)).eval()
+    x, y = batch(1)
+    changed = x.clone()
+    changed[0, 7] = (changed[0, 7] + 1) % SHAPE["vocab_size"]
+    a, b = model(x, y)[0], model(changed, y)[0]
+    assert torch.equal(a[0, :7], b[0, :7]) and not torch.equal(a[0, 7:], b[0, 7:])
+
+
+def test_attention_matches_the_textbook_formula():
+    model = make().eval()
+    attn = model.h[0].attn
+    x = torch.randn(2, 5, 24)
+    q, k, v = (t.view(2, 5, 2, 12).transpose(1, 2) for t in attn.c_attn(x).split(24, dim=2))
+    weights = (q @ k.transpose(-1, -2) / 12**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
+    expected = attn.c_proj((weights @ v).transpose(1, 2).reshape(2, 5, 24))
+    torch.testing.assert_close(attn(x), expected)
+
+
+def test_cosine_attention_ignores_the_length_of_queries_and_keys():
+    model = make(cos_attn=(0,)).eval()
+    attn, x = model.h[0].attn, torch.randn(2, 5, 24)
+    before = attn(x)
+    with torch.no_grad():
+        attn.c_attn.weight[:48] *= 100
+        attn.c_attn.bias[:48] *= 100
+    torch.testing.assert_close(attn(x), before, rtol=1e-4, atol=1e-5)
+
+
+def test_spectral_qkv_ignores_the_scale_of_its_matrix_and_finds_it_to_a_few_per_cent():
+    model = make(spectral_qkv=(0,), bias=False).eval()
+    attn, x = model.h[0].attn, torch.randn(2, 5, 24)
+    before = attn(x)
+    with torch.no_grad():
+        attn.c_attn.weight *= 50
+    torch.testing.assert_close(attn(x), before, rtol=1e-4, atol=1e-5)
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    assert float(spectral_norm(weight)) == pytest.approx(float(torch.linalg.matrix_norm(weight, 2)), rel=0.05)
+
+
+def test_tied_weights_are_one_parameter_and_untied_are_two():
+    tied, untied = make(), make(tie_weights=False)
+    assert tied.lm_head.weight is tied.wte.weight
+    assert untied.parameter_count() - tied.parameter_count() == SHAPE["vocab_size"] * SHAPE["n_embd"]
+
+
+def test_matrices_decay_and_vectors_do_not():
+    groups = make().parameter_groups(0.1)
+    assert {p.dim() for p in groups[0]["params"]} == {2} and groups[0]["weight_decay"] == 0.1
+    assert {p.dim() for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0.0
+    assert sum(len(g["params"]) for g in groups) == len(list(make().parameters()))
+
+
+def test_flops_per_token_agree_with_torchs_own_counter():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+    model = make()
+    x, y = batch(4)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(x, y)[1].backward()
+    attention = 6 * model.config.n_layer * model.config.block_size * model.config.n_embd
+    # unfused attention computes all of T x T; causal attention needs half of it, which is what we count
+    assert counter.get_total_flops() / x.numel() == model.flops_per_token() + attention
+
+
+def test_logits_come_for_the_last_position_alone_without_targets():
+    model = make().eval()
+    x, y = batch(2)
+    last, loss = model(x)
+    assert loss is None and last.shape == (2, 1, SHAPE["vocab_size"])
+    torch.testing.assert_close(last[:, 0], model(x, y)[0][:, -1])
+
+
+def test_too_long_an_input_is_refused():
+    with pytest.raises(ValueError, match="13 tokens do not fit into block_size=12"):
+        make()(torch.zeros(1, 13, dtype=torch.int64))

@@ -1,0 +1,67 @@
+import json
+import os
+
+import pytest
+
+import log
+import plot
+
+
+def write_run(folder, n=20, **extra):
+    os.makedirs(folder)
+    with open(os.path.join(folder, log.NAME), "w") as f:
+        for i in range(n):
+            row = {"step": i, "tokens": 100 * i, "train/loss": 5 - i / 10, "lr": 1e-3, "batch_size": 8 + i, "tok_per_sec": 1e4,
+                   "gns/norm": None if i < 3 else 10.0 + i, "gns/norm_low": None if i < 3 else 8.0 + i,
+                   "gns/norm_high": None if i < 3 else 14.0 + i, "gns/norm_sq_norm": 1e-3, "gns/norm_tr_sigma": 1e-2, **extra}
+            f.write(json.dumps(row) + "\n")
+        f.write(json.dumps({"step": n, "tokens": 100 * n, "val/loss": 3.0}) + "\n")
+    return str(folder)
+
+
+def drawn(monkeypatch):
+    """Keep the figure that report() draws, to look inside."""
+    plt, kept = plot.pyplot(), []
+    monkeypatch.setattr(plt, "close", kept.append)
+    return kept
+
+
+def test_the_report_shows_the_log(tmp_path, monkeypatch):
+    kept = drawn(monkeypatch)
+    path = plot.report(write_run(tmp_path / "a"))
+    assert path == str(tmp_path / "a" / "report.png") and os.path.getsize(path) > 20_000
+    titles = {ax.get_title(loc="left"): ax for ax in kept[0].axes}
+    loss = next(a for t, a in titles.items() if t.startswith("Loss"))
+    assert list(loss.lines[0].get_ydata()) == [5 - i / 10 for i in range(20)] and list(loss.lines[1].get_ydata()) == [3.0]
+    noise = next(a for t, a in titles.items() if "batch" in t)
+    lines = {line.get_label(): line.get_ydata() for line in noise.lines}
+    assert list(lines["batch size"]) == [8 + i for i in range(20)]
+    value = list(lines["noise scale"])
+    assert value[3:] == [10.0 + i for i in range(3, 20)] and value[0] != value[0], "undetermined is a gap"
+
+
+def test_several_runs_are_drawn_over_each_other_and_named(tmp_path, monkeypatch):
+    kept = drawn(monkeypatch)
+    out = str(tmp_path / "both.png")
+    assert plot.main([write_run(tmp_path / "a"), write_run(tmp_path / "b"), "--out", out]) == 0
+    assert os.path.exists(out)
+    labels = kept[0].axes[0].get_legend_handles_labels()[1]
+    assert labels == ["a, validation", "b, validation"]
+
+
+def test_a_run_without_noise_scale_or_with_an_undetermined_one_draws_too(tmp_path):
+    undetermined = {k: None for k in ("gns/norm", "gns/norm_low", "gns/norm_high", "gns/norm_sq_norm", "gns/norm_tr_sigma")}
+    assert os.path.exists(plot.report(write_run(tmp_path / "a", **undetermined)))
+    rows = [{"step": 1, "tokens": 1, "train/loss": 1.0, "lr": 1.0, "batch_size": 1, "tok_per_sec": 1.0}]
+    os.makedirs(tmp_path / "b")
+    (tmp_path / "b" / log.NAME).write_text(json.dumps(rows[0]) + "\n")
+    assert os.path.exists(plot.report(str(tmp_path / "b")))
+
+
+@pytest.mark.parametrize("content, words", [(None, "no readable log.jsonl"), ("", "no logged step yet")])
+def test_a_folder_without_a_run_is_one_clear_line(tmp_path, capsys, content, words):
+    if content is not None:
+        (tmp_path / log.NAME).write_text(content)
+    with pytest.raises(SystemExit) as e:
+        plot.main([str(tmp_path)])
+    assert e.value.code == 2 and words in capsys.readouterr().err

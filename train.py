@@ -1,0 +1,351 @@
+"""
+Train a GPT and watch its gradient noise scale while it trains.
+
+    python train.py                                     # config/quickstart.py: minutes on a laptop
+    python train.py config/gpt_111m.py --micro_batch_size=4
+    python train.py config/gpt_111m.py --resume=True    # go on from the checkpoint in out_dir
+    python train.py --help                              # every key with its default and the reason for it
+
+Per step: accumulate micro-batches, whose norm layers also yield each example's squared gradient norm; clip; AdamW.
+From the norms follow |G|^2, tr(Sigma) and their ratio, the noise scale (gns.py). Everything is counted in tokens.
+B sequences in a step, T tokens in a sequence.
+"""
+
+import dataclasses
+import os
+import signal
+import sys
+
+import numpy as np
+import torch
+
+import batches
+import checkpoint
+import configurator
+import gns
+import hardware
+import ln_kernel
+import log
+import schedule
+from configurator import ConfigError
+from model import GPT, GPTConfig
+
+MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
+
+
+def train(config):
+    """The whole run; returns the exit code."""
+    # -- what could go wrong goes wrong here, before anything is created
+    device = hardware.pick_device(config.device)
+    dtype = hardware.pick_dtype(config.dtype, device)
+    if device == "cpu":
+        hardware.prepare_cpu()
+    data = batches.Dataset(config.dataset, config.block_size)
+    saved = load_for_resume(config, data, device)
+
+    # -- model and optimizer
+    torch.manual_seed(config.seed)
+    same_names = {f.name for f in dataclasses.fields(GPTConfig)} & set(configurator.FIELDS)
+    model = GPT(GPTConfig(vocab_size=data.vocab_size, **{k: getattr(config, k) for k in same_names})).to(device)
+    optimizer = torch.optim.AdamW(model.parameter_groups(config.weight_decay), lr=config.learning_rate,
+                                  betas=(config.beta1, config.beta2), fused=True)
+    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+    run_model = torch.compile(model) if config.compile == "True" or (config.compile == "auto" and device == "cuda") else model
+    autocast = hardware.autocast(device, dtype)
+
+    # -- everything else that a run remembers
+    state = {"step": 0, "tokens": 0, "examples": 0, "best_val_loss": None, "bad_steps": 0, "bad_in_a_row": 0,
+             "seconds": 0.0, "wandb_id": None}
+    scales = {group: gns.NoiseScale(config.gns_half_life_tokens) for group in ([] if config.gns == "off" else ["norm"])}
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+        scaler.load_state_dict(saved["scaler"])
+        state.update(saved["state"])
+        for group, scale in scales.items():
+            scale.load_state_dict(saved["gns"][group])
+        restore_rng(saved["rng"])
+    if saved and state["tokens"] >= config.max_tokens:
+        print(f"{config.out_dir} is finished: {log.count(state['tokens'])} tokens in {state['step']} steps")
+        print(summary(config))
+        return 0
+
+    # -- the run folder
+    os.makedirs(config.out_dir, exist_ok=True)
+    checkpoint.write_json(os.path.join(config.out_dir, "config.json"),
+                          {"config": dataclasses.asdict(config), **hardware.facts(device),
+                           "dtype": str(dtype).removeprefix("torch."), "parameters": model.parameter_count(),
+                           "data": data.meta})
+    out = log.RunLog(config, resume_step=state["step"] if saved else None, wandb_id=state["wandb_id"])
+    state["wandb_id"] = out.wandb.id if out.wandb else state["wandb_id"]
+    ceiling = hardware.matmul_ceiling(device, dtype)
+    norm_impl, why = ln_kernel.choose_impl(torch.device(device))
+    out.say(f"{log.count(model.parameter_count())} parameters on {device} in {str(dtype).removeprefix('torch.')}, "
+            f"{torch.get_num_threads()} threads; matrix products reach {ceiling / 1e9:.0f} GFLOP/s; "
+            f"norm layers: {norm_impl} ({why})")
+    out.say(f"{data.meta['tokenizer']} tokens of {config.dataset}: {log.count(data.meta['train_tokens'])} to train on, "
+            f"{log.count(data.meta['val_tokens'])} to validate; {'resuming at' if saved else 'until'} "
+            f"{log.count(state['tokens'] if saved else config.max_tokens)} tokens; log and checkpoint in {config.out_dir}")
+
+    # -- which parameters and probes belong to which group of the noise scale
+    named = list(model.named_parameters())
+    sites = model.probe_sites("norm") if config.gns != "off" else []
+    site_of = {name: group for name, group, _ in sites}
+    site_of |= {name.removesuffix("weight") + "bias": group for name, group, _ in sites}
+    param_group = np.array([site_of.get(name, "") for name, _ in named])
+    site_group = np.array([group for _, group, _ in sites])
+    probes = torch.zeros(len(sites), 2, config.micro_batch_size, device=device, requires_grad=True) if sites else None
+
+    def save():
+        flush()
+        state["seconds"] = clock.seconds()
+        checkpoint.save(config.out_dir, {
+            "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
+            "state": dict(state), "gns": {g: s.state_dict() for g, s in scales.items()}, "rng": rng_state(),
+            "config": dataclasses.asdict(config), "vocab_size": data.vocab_size, "data": data.meta,
+            "data_checksum": data.checksum})
+
+    def evaluate():
+        loss = validation_loss(model, data, config, device, autocast)
+        if state["best_val_loss"] is None or loss < state["best_val_loss"]:
+            state["best_val_loss"] = loss
+        out.write({"step": state["step"], "tokens": state["tokens"], "val/loss": loss, "val/ppl": float(np.exp(loss))})
+        out.say(f"step {state['step']:>6} | validation loss {loss:.4f}, best {state['best_val_loss']:.4f}")
+
+    pending = []  # steps whose numbers are still on the device: (record, B, T * B)
+    last = {}  # numbers of the newest step that was fetched
+
+    def flush():
+        """Fetch all pending steps in one transfer and bring averages and counters up to date, in order."""
+        if not pending:
+            return
+        flat = torch.cat([record for record, _, _ in pending]).double().cpu().numpy()
+        for values, (_, B, tokens) in zip(np.split(flat, len(pending)), pending):
+            loss, bad = values[0], values[1] > 0
+            param_sq, site_sq = np.split(values[2:], [len(named)])
+            last.update(loss=float(loss), grad_norm=float(np.sqrt(param_sq.sum())))
+            state["bad_steps"] += int(bad)
+            state["bad_in_a_row"] = state["bad_in_a_row"] + 1 if bad else 0
+            if bad or B == 1:  # neither says anything about the noise
+                continue
+            for group, scale in scales.items():
+                small = float(site_sq[site_group == group].sum()) / B
+                big = float(param_sq[param_group == group].sum())
+                scale.update(*gns.unbiased_pair(small, big, 1, B), tokens)
+        pending.clear()
+
+    stop_signal = []
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda number, _frame: stop_signal.append(number))
+
+    clock = log.Clock()
+    clock.total = state["seconds"]
+    start_tokens, start_seconds = logged_tokens, logged_seconds = state["tokens"], clock.seconds()
+    logged_step = state["step"]
+    with clock:
+        if not saved:
+            save()  # the run can be resumed from its first step on, and a full disk shows now
+            evaluate()
+
+    while state["tokens"] < config.max_tokens and not stop_signal:
+        B = schedule.batch_size_at(state["tokens"], config, config.micro_batch_size)
+        accum = B // config.micro_batch_size
+        step_tokens = B * config.block_size
+        lr = schedule.learning_rate_at(state["tokens"] + step_tokens, config)
+
+        # -- gradients: the mean over all B examples, micro-batch by micro-batch
+        loss_sum, norms = torch.zeros((), device=device), []
+        scale_factor = scaler.scale(torch.ones((), device=device))  # 1 unless fp16
+        for micro in range(accum):
+            first = state["examples"] + micro * config.micro_batch_size
+            x, y = data.train_batch(config.seed, first, config.micro_batch_size, device)
+            with autocast:
+                _, loss = run_model(x, y, probes=probes)
+            scaler.scale(loss / accum).backward()
+            loss_sum += loss.detach() / accum
+            if probes is not None:
+                norms.append(probes.grad.sum((1, 2)))  # weight and bias, over the examples
+                probes.grad = None
+        scaler.unscale_(optimizer)
+
+        # -- what is measured, before clipping. Backward held g_b / B for example b (times the loss scale): undo both.
+        grads = [p.grad for _, p in named]
+        param_sq = torch.stack(torch._foreach_norm(grads)).float().square()
+        site_sq = torch.stack(norms).sum(0) * (B / scale_factor) ** 2 if norms else param_sq.new_zeros(0)
+        total_norm = param_sq.sum().sqrt()
+        bad = torch.logical_not(torch.isfinite(total_norm) & torch.isfinite(loss_sum)).float()
+        pending.append((torch.cat([loss_sum.view(1), bad.view(1), param_sq, site_sq]), B, step_tokens))
+
+        # -- update; AdamW's fused kernel leaves everything as it was where `bad` is 1, without asking the host
+        if config.grad_clip > 0:
+            torch._foreach_mul_(grads, torch.clamp(config.grad_clip / (total_norm + 1e-6), max=1.0))
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if scaler.is_enabled():
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.found_inf = bad
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+        before = state["tokens"]
+        state["step"] += 1
+        state["tokens"] += step_tokens
+        state["examples"] += B
+        done = state["tokens"] >= config.max_tokens
+
+        # -- what the user sees
+        if state["step"] % config.log_interval == 0 or done or stop_signal or len(pending) >= MAX_BAD_STEPS:
+            flush()
+            if state["bad_in_a_row"] >= MAX_BAD_STEPS:
+                out.close()
+                raise ConfigError(
+                    f"stopped at step {state['step']}: loss or gradient was not finite {MAX_BAD_STEPS} steps in a row. Try "
+                    f"a lower learning_rate (now {config.learning_rate}), a longer warmup_tokens, grad_clip=1.0, "
+                    f"dtype=float32 or cos_attn; the last good checkpoint is in {config.out_dir}")
+        if state["step"] % config.log_interval == 0 or done:
+            seconds = clock.seconds()
+            rate = (state["tokens"] - logged_tokens) / (seconds - logged_seconds)
+            left = (config.max_tokens - state["tokens"]) * (seconds - start_seconds) / (state["tokens"] - start_tokens)
+            row = {"step": state["step"], "tokens": state["tokens"], "examples": state["examples"],
+                   "train/loss": last["loss"], "lr": lr, "batch_size": B, "accum": accum,
+                   "dt_ms": 1e3 * (seconds - logged_seconds) / (state["step"] - logged_step), "tok_per_sec": rate,
+                   "mfu": rate * model.flops_per_token() / ceiling, "grad/norm": last["grad_norm"], "seconds": seconds,
+                   "bad_steps": state["bad_steps"]}
+            for group, scale in scales.items():
+                row |= gns_row(group, scale)
+            out.write(row)
+            out.say(describe(row, config, left))
+            logged_tokens, logged_seconds, logged_step = state["tokens"], seconds, state["step"]
+        if out.bar:
+            out.progress(min(1, state["tokens"] / config.max_tokens), f"step {state['step']}, batch {B}")
+
+        # -- evaluation and checkpoint, outside the clock
+        with clock:
+            if done or crossed(before, state["tokens"], config.eval_tokens):
+                evaluate()
+            if done or stop_signal or crossed(before, state["tokens"], config.checkpoint_tokens):
+                save()
+
+    out.close()
+    if stop_signal:
+        print(f"stopped by {signal.Signals(stop_signal[0]).name} at step {state['step']}; "
+              f"checkpoint saved in {config.out_dir}, --resume=True goes on from there")
+        return 128 + stop_signal[0]
+    print(summary(config))
+    return 0
+
+
+def load_for_resume(config, data, device):
+    """The checkpoint to go on from, or None for a fresh run; never a run written over another one."""
+    there = os.path.isfile(os.path.join(config.out_dir, checkpoint.NAME))
+    if config.resume == "True" or (config.resume == "auto" and there):
+        saved = checkpoint.load(config.out_dir)
+        checkpoint.check_same_run(saved, config, data.checksum)
+        return saved
+    if there or os.path.isfile(os.path.join(config.out_dir, log.NAME)):
+        raise ConfigError(f"out_dir={config.out_dir!r} already holds a run: continue it with --resume=True, "
+                          "give another --out_dir, or remove it first")
+    return None
+
+
+def rng_state():
+    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
+
+
+def restore_rng(saved):
+    torch.set_rng_state(saved["cpu"].cpu())
+    if saved["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([s.cpu() for s in saved["cuda"]])
+
+
+def crossed(before, after, every):
+    return every > 0 and after // every > before // every
+
+
+@torch.no_grad()
+def validation_loss(model, data, config, device, autocast):
+    """Mean loss over the fixed validation windows."""
+    model.eval()
+    starts = data.val_starts(config.eval_iters)
+    total = 0.0
+    for i in range(0, len(starts), config.micro_batch_size):
+        x, y = data.val_batch(starts[i:i + config.micro_batch_size], device)
+        with autocast:
+            _, loss = model(x, y)
+        total += loss.double().cpu() * len(x) if device != "mps" else loss.cpu().double() * len(x)
+    model.train()
+    return float(total / len(starts))
+
+
+def gns_row(group, scale):
+    low, high = scale.interval() or (None, None)
+    return {f"gns/{group}": scale.gns, f"gns/{group}_low": low, f"gns/{group}_high": high,
+            f"gns/{group}_sq_norm": scale.sq_norm, f"gns/{group}_tr_sigma": scale.tr_sigma}
+
+
+def describe(row, config, seconds_left):
+    """The line of a logged step."""
+    if config.gns == "off":
+        noise = "gns off"
+    elif row["gns/norm"] is None:
+        noise = "gns undetermined"
+    else:
+        noise = f"gns {row['gns/norm']:.1f} [{row['gns/norm_low']:.1f}, {row['gns/norm_high']:.1f}]"
+    return (f"step {row['step']:>6} | {log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%} | "
+            f"loss {row['train/loss']:.4f} | batch {row['batch_size']:>3} | {noise:<22} | "
+            f"{log.count(row['tok_per_sec']):>5} tok/s, mfu {row['mfu']:3.0%} | {log.duration(seconds_left)} left"
+            + (f" | {row['bad_steps']} steps skipped, not finite" if row["bad_steps"] else ""))
+
+
+def summary(config):
+    """What the run found, in words, from its log; draws report.png."""
+    import plot  # matplotlib is slow to import
+    rows = log.read(config.out_dir)
+    steps = [r for r in rows if "train/loss" in r]
+    val = [r["val/loss"] for r in rows if "val/loss" in r]
+    lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps and "
+                 f"{log.duration(steps[-1]['seconds'])} minutes; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
+    lines += noise_summary(steps, config)
+    lines.append(f"Picture: {plot.report(config.out_dir)}    Text: python sample.py {config.out_dir}")
+    return "\n".join(lines)
+
+
+def noise_summary(steps, config):
+    if config.gns == "off":
+        return ["The noise scale was not measured (gns=off)."]
+    if config.batch_size == 1:
+        return ["A step of one example has no noise scale: give batch_size=2 or more to measure it."]
+    end = steps[-1]
+    if end["gns/norm"] is None:
+        return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
+                "Try a longer gns_half_life_tokens or a larger batch_size."]
+    known = [r for r in steps if r["gns/norm"] is not None]
+    path = [min(known, key=lambda r: abs(r["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
+    over = ", ".join(f"{r['gns/norm']:.0f} at {r['tokens'] / end['tokens']:.0%} (batch {r['batch_size']})" for r in path)
+    g, B = end["gns/norm"], end["batch_size"]
+    verdict = (f"{B / g:.1f} times that: steps are cleaner than they need to be, a smaller batch would learn more per token"
+               if B > 1.5 * g else
+               f"{g / B:.1f} times smaller: steps are noisy, a larger batch would cost few extra tokens and fewer steps"
+               if g > 1.5 * B else "about that: tokens and steps are well balanced")
+    return [f"Noise scale of the norm layers, in sequences: {over}, and {g:.1f} at the end "
+            f"(95% interval {end['gns/norm_low']:.1f} to {end['gns/norm_high']:.1f}), which is "
+            f"{log.count(g * config.block_size)} tokens.",
+            f"It suggests a batch of about {max(2, round(g))} sequences. This run ended at {B}, {verdict}.",
+            "The whole model's noise scale is proportional to the norm layers', not equal to it."]
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    if any(a in ("-h", "--help") for a in argv):
+        print(configurator.help_text())
+        return 0
+    try:
+        return train(configurator.parse(argv))
+    except ConfigError as e:
+        configurator.die(e)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
