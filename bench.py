@@ -12,6 +12,8 @@ import argparse
 import itertools
 import json
 import math
+import os
+import random
 import re
 import statistics
 import subprocess
@@ -30,15 +32,16 @@ import ln_kernel
 # ---- shared: timing and reporting
 
 def interleave(variants, seconds, min_rounds=5):
-    """Run each variant in turn, round after round. A variant is called and returns {phase: seconds}, or None for this
-    round off. Returns {name: {phase: [seconds per round]}}."""
+    """Run every variant once a round, in a new order each round, since each leaves its mark on the caches. A variant is
+    called and returns {phase: seconds}, or None to sit a round out. Returns {name: {phase: [seconds]}}."""
     for run in variants.values():
         run(), run()                      # warm-up: first touch of memory, threads, caches
     samples = {name: defaultdict(list) for name in variants}
-    end, rounds = time.perf_counter() + seconds, 0
+    end, rounds, order = time.perf_counter() + seconds, 0, list(variants.items())
     while time.perf_counter() < end or rounds < min_rounds:
         rounds += 1
-        for name, run in variants.items():
+        random.Random(rounds).shuffle(order)
+        for name, run in order:
             for phase, t in (run() or {}).items():
                 samples[name][phase].append(t)
     return samples
@@ -57,7 +60,8 @@ def geomean(values):
 def write_json(path, report):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    report = {"command": " ".join(["python", *sys.argv]), "machine": hardware.facts("cpu"), **report}
+    machine = {**hardware.facts("cpu"), "load_average": os.getloadavg()[0]}
+    report = {"command": " ".join(["python", *sys.argv]), "machine": machine, **report}
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {path}")
 
@@ -87,22 +91,26 @@ def norm_variant(norm, inputs, dy, every=1):
     return run
 
 
-def copy_variant(numel, dtype):
-    """The memory floor: forward reads x and writes y; backward reads x and dy and writes dx, 1.5 times the bytes."""
-    source, target = torch.ones(2, 3 * numel // 2, dtype=dtype)
+def copy_variant(x_and_dy):
+    """The memory floor: as many bytes as the forward (x in, y out) and the backward (x and dy in, dx out) must move,
+    half read, half written, from the same inputs to a new output."""
+    both = x_and_dy.flatten()
+    x, one_and_a_half = both[:len(both) // 2], both[:3 * len(both) // 4]
 
     def run():
         start = time.perf_counter()
-        target[:numel].copy_(source[:numel])
+        y = x.clone()
         middle = time.perf_counter()
-        target.copy_(source)
+        one_and_a_half.clone()
         end = time.perf_counter()
+        del y
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
 
 def kernel_variants(B, T, C, dtype):
-    x, dy = torch.randn(2, B, T, C).to(dtype)
+    x_and_dy = torch.randn(2, B, T, C).to(dtype)
+    x, dy = x_and_dy
     w, b = torch.randn(2, C)
     w_same = w.to(dtype).requires_grad_()   # F.rms_norm has no fused path for mixed dtypes: let it have its best
     for t in (x, w, b):
@@ -113,7 +121,7 @@ def kernel_variants(B, T, C, dtype):
         "torch": norm_variant(lambda: F.layer_norm(x, (C,), w, b), (x, w, b), dy),
         "ours": norm_variant(lambda: layer_norm(x, w, b, probe), (x, w, b, probe), dy),
         "ours, no probe": norm_variant(lambda: layer_norm(x, w, b), (x, w, b), dy),
-        "copy": copy_variant(x.numel(), dtype),
+        "copy": copy_variant(x_and_dy),
         "torch rms": norm_variant(lambda: F.rms_norm(x, (C,), w_same, 1e-5), (x, w_same), dy),
         "ours rms": norm_variant(lambda: rms_norm(x, w, probe_rms), (x, w, probe_rms), dy),
         "ref": norm_variant(lambda: layer_norm(x, w, b, probe, impl="ref"), (x, w, b, probe), dy, every=4),
@@ -129,6 +137,8 @@ def kernel(args):
     hardware.prepare_cpu()   # as train.py does
     impl, reason = ln_kernel.choose_impl("cpu")
     print(f"{hardware.cpu_name()}, {torch.get_num_threads()} threads; ours = {impl} ({reason})")
+    if os.getloadavg()[0] > 0.5:
+        print(f"This machine is busy (load {os.getloadavg()[0]:.1f}): threads wait for each other, and all times run together.")
     print("Time ratios, forward / backward / both:")
     print(f"{'dtype':9}{'B, T, C':>16} {'torch ms':>9}  " + "".join(f"{a + ' / ' + b:>24}" for a, b in RATIOS))
     shapes = []

@@ -73,8 +73,14 @@ class Config:
     beta2: float = opt(0.95, "AdamW's second moment; shorter than 0.999 because batches are large")
     grad_clip: float = opt(1.0, "largest gradient norm; 0 turns clipping off, the norm is logged either way")
     # -- noise scale
-    gns: str = opt("norm", "norm: from the norm layers, for free", ("off", "norm"))
+    gns: str = opt("norm", "norm: from the norm layers, for free; exact: every parameter, layer by layer, slower",
+                   ("off", "norm", "exact"))
     gns_half_life_tokens: int = opt(250_000, "averages forget half in this many tokens: longer is steadier, later")
+    gns_calibrate_tokens: int = opt(50_000, "one exact step in so many tokens measures the factor from the norm layers' "
+                                            "noise scale to the whole model's; 0 = never")
+    gns_adam: bool = opt(True, "also the noise scale in the metric that Adam steps in (each coordinate over sqrt(v))")
+    gns_crosscheck: bool = opt(False, "also the classical estimate, micro-batch gradients against the whole: noisier, "
+                                      "and it holds a second copy of the gradient")
     # -- evaluation, log, checkpoint
     eval_tokens: int = opt(250_000, "evaluate every so many tokens; 0 = only at the end")
     eval_iters: int = opt(64, "validation windows per evaluation: a fixed, evenly spaced set, the same for every run")
@@ -202,8 +208,8 @@ def check(c):
     for name in ("n_layer", "n_head", "n_embd", "block_size", "micro_batch_size", "batch_size", "batch_size_start",
                  "max_tokens", "gns_half_life_tokens", "log_interval", "eval_iters"):
         need(getattr(c, name) >= 1, name, "must be at least 1")
-    for name in ("warmup_tokens", "decay_tokens", "eval_tokens", "checkpoint_tokens", "learning_rate", "min_lr",
-                 "weight_decay", "grad_clip", "seed"):
+    for name in ("warmup_tokens", "decay_tokens", "gns_calibrate_tokens", "eval_tokens", "checkpoint_tokens",
+                 "learning_rate", "min_lr", "weight_decay", "grad_clip", "seed"):
         need(getattr(c, name) >= 0, name, "must not be negative")
     need(bool(c.out_dir), "out_dir", "must name a folder")
     need(c.n_embd % c.n_head == 0, "n_embd", f"must be divisible by n_head={c.n_head}: heads share the width evenly")

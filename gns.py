@@ -7,6 +7,7 @@ arXiv 1812.06162). Per-example norms give the smallest batch there is, 1, and so
 variance (Gray et al. 2024, arXiv 2411.00999).
 """
 
+import copy
 import functools
 import math
 
@@ -26,73 +27,140 @@ def unbiased_pair(small, big, n_small, n_big):
     return sq_norm, tr_sigma
 
 
-class NoiseScale:
-    """Token-decayed averages of (sq_norm, tr_sigma), their ratio, and its interval.
+class Averages:
+    """Token-decayed means of a few quantities that are measured together, and the covariance of those means.
 
-    Numerator and denominator are averaged apart and then divided. A step weighs 1 - 2^(-tokens / half_life), so that
-    weights follow tokens and not steps; dividing by their sum corrects the start. The squared weights beside them give
-    the variance of the averages.
+    A step weighs 1 - 2^(-tokens / half_life), so that weights follow tokens and not steps; dividing by their sum
+    corrects the start.
     """
 
-    KEYS = ("w", "s", "g", "w2", "s2", "g2", "ss", "sg", "gg")  # sums of w*(1, s, g) and of w^2*(1, s, g, s^2, s*g, g^2)
+    def __init__(self, size, half_life_tokens):
+        self.half_life_tokens = half_life_tokens
+        self.updates = 0
+        self.w, self.w2 = 0.0, 0.0  # sums of w and of w^2
+        self.x, self.x2 = [0.0] * size, [0.0] * size  # sums of w x and of w^2 x
+        self.xx = [[0.0] * size for _ in range(size)]  # sums of w^2 x x^T
+
+    def update(self, values, tokens):
+        decay = 2.0 ** (-tokens / self.half_life_tokens)
+        w, size = 1 - decay, range(len(self.x))
+        self.w = decay * self.w + w
+        self.w2 = decay * decay * self.w2 + w * w
+        self.x = [decay * self.x[i] + w * values[i] for i in size]
+        self.x2 = [decay * decay * self.x2[i] + w * w * values[i] for i in size]
+        self.xx = [[decay * decay * self.xx[i][j] + w * values[i] * w * values[j] for j in size] for i in size]
+        self.updates += 1
+
+    def means(self):
+        return [x / self.w for x in self.x]
+
+    def covariance(self):
+        """Of the means, with weights w that sum to 1: sum w^2 (x - mean)(x - mean)^T / (1 - sum w^2)."""
+        mean, size, total = self.means(), range(len(self.x)), self.w * self.w
+        left = 1 - self.w2 / total
+        return [[(self.xx[i][j] - mean[i] * self.x2[j] - mean[j] * self.x2[i] + mean[i] * mean[j] * self.w2) / total / left
+                 for j in size] for i in size]
+
+    @property
+    def effective_updates(self):
+        """How many equally weighted steps the averages are worth."""
+        return self.w**2 / self.w2 if self.updates else 0.0
+
+    def quantile(self, level):
+        """Student's t for these averages, or None while a spread cannot be told."""
+        freedom = self.effective_updates - 1
+        return student_t(level, freedom) if self.updates >= 2 and freedom >= 0.5 else None
+
+    def state_dict(self):
+        return copy.deepcopy(vars(self))
+
+    def load_state_dict(self, state):
+        vars(self).update(copy.deepcopy(state))
+
+
+class NoiseScale:
+    """Averages of (tr_sigma, sq_norm), their ratio, and its interval. Numerator and denominator are averaged apart and
+    then divided: the average of ratios would be biased, and undefined where sq_norm comes out near zero."""
 
     def __init__(self, half_life_tokens):
-        self.half_life_tokens = half_life_tokens
-        self.sums = dict.fromkeys(self.KEYS, 0.0)
-        self.updates = 0
+        self.averages = Averages(2, half_life_tokens)
 
     def update(self, sq_norm, tr_sigma, tokens):
-        decay = 2.0 ** (-tokens / self.half_life_tokens)
-        w, s, g = 1 - decay, tr_sigma, sq_norm
-        new = dict(w=w, s=w * s, g=w * g, w2=w * w, s2=w * w * s, g2=w * w * g,
-                   ss=(w * s) ** 2, sg=w * s * w * g, gg=(w * g) ** 2)
-        for key in self.KEYS:
-            kept = decay if key in ("w", "s", "g") else decay * decay
-            self.sums[key] = kept * self.sums[key] + new[key]
-        self.updates += 1
+        self.averages.update((tr_sigma, sq_norm), tokens)
 
     @property
     def tr_sigma(self):
-        return self.sums["s"] / self.sums["w"] if self.updates else None
+        return self.averages.means()[0] if self.averages.updates else None
 
     @property
     def sq_norm(self):
-        return self.sums["g"] / self.sums["w"] if self.updates else None
+        return self.averages.means()[1] if self.averages.updates else None
 
     @property
     def gns(self):
         """tr(Sigma) / |G|^2 in examples, or None while it is undetermined: |G|^2 not clearly above zero."""
         return self.tr_sigma / self.sq_norm if self.interval() else None
 
-    @property
-    def effective_updates(self):
-        """How many equally weighted steps the averages are worth."""
-        return self.sums["w"] ** 2 / self.sums["w2"] if self.updates else 0.0
-
-    def variances(self):
-        """Variances and covariance (V_ss, V_sg, V_gg) of the two averages, with weights w that sum to 1:
-        sum w^2 (x - M)(y - N) / (1 - sum w^2)."""
-        a = {k: self.sums[k] / (self.sums["w"] if k in ("w", "s", "g") else self.sums["w"] ** 2) for k in self.KEYS}
-        m_s, m_g = a["s"], a["g"]
-        v_ss = a["ss"] - 2 * m_s * a["s2"] + m_s * m_s * a["w2"]
-        v_gg = a["gg"] - 2 * m_g * a["g2"] + m_g * m_g * a["w2"]
-        v_sg = a["sg"] - m_s * a["g2"] - m_g * a["s2"] + m_s * m_g * a["w2"]
-        left = 1 - a["w2"]
-        return max(v_ss, 0.0) / left, v_sg / left, max(v_gg, 0.0) / left
-
     def interval(self, level=0.95):
-        """(low, high) of the noise scale by Fieller's theorem, or None while undetermined."""
-        freedom = self.effective_updates - 1
-        if self.updates < 2 or freedom < 0.5:
+        """(low, high) of the noise scale by Fieller's theorem, or None while undetermined. A noise scale is never
+        negative, so the part of the interval below zero is cut off."""
+        z = self.averages.quantile(level)
+        if z is None:
             return None
-        return ratio_interval(self.tr_sigma, self.sq_norm, *self.variances(), student_t(level, freedom))
+        (v_ss, v_sg), (_, v_gg) = self.averages.covariance()
+        interval = ratio_interval(self.tr_sigma, self.sq_norm, max(v_ss, 0.0), v_sg, max(v_gg, 0.0), z)
+        return interval and (max(interval[0], 0.0), max(interval[1], 0.0))
 
     def state_dict(self):
-        return {"half_life_tokens": self.half_life_tokens, "updates": self.updates, "sums": dict(self.sums)}
+        return self.averages.state_dict()
 
     def load_state_dict(self, state):
-        self.half_life_tokens, self.updates = state["half_life_tokens"], state["updates"]
-        self.sums = dict(state["sums"])
+        self.averages.load_state_dict(state)
+
+
+class Calibration:
+    """The factor from the norm layers' noise scale to the whole model's, from steps in which both were measured.
+
+    factor = (S_t / G_t) / (S_n / G_n) of the averaged pairs (t total, n norm). Both come from the same examples, so their
+    errors largely cancel; the interval is the delta method's on log(factor), with all covariances.
+    """
+
+    def __init__(self, half_life_tokens):
+        self.averages = Averages(4, half_life_tokens)
+
+    def update(self, total_pair, norm_pair, tokens):
+        """Pairs are (sq_norm, tr_sigma), as unbiased_pair gives them."""
+        self.averages.update((total_pair[1], total_pair[0], norm_pair[1], norm_pair[0]), tokens)
+
+    def factor(self, level=0.95):
+        """(factor, low, high), or None while undetermined: some average not clearly above zero."""
+        z = self.averages.quantile(level)
+        if z is None:
+            return None
+        mean, cov = self.averages.means(), self.averages.covariance()
+        if any(m <= z * math.sqrt(max(cov[i][i], 0.0)) for i, m in enumerate(mean)):
+            return None
+        slope = [sign / m for sign, m in zip((1, -1, -1, 1), mean)]  # d log(factor) / d mean
+        spread = z * math.sqrt(max(sum(slope[i] * cov[i][j] * slope[j] for i in range(4) for j in range(4)), 0.0))
+        value = mean[0] / mean[1] / (mean[2] / mean[3])
+        return value, value * math.exp(-spread), value * math.exp(spread)
+
+    def apply(self, scale):
+        """The whole model's noise scale (value, low, high) from the norm layers', or None. Relative errors of the two
+        are added in quadrature: the calibration steps are few among the steps behind `scale`."""
+        factor, interval = self.factor(), scale.interval()
+        if factor is None or interval is None or interval[0] <= 0:
+            return None
+        value = factor[0] * scale.gns
+        down = math.hypot(math.log(factor[0] / factor[1]), math.log(scale.gns / interval[0]))
+        up = math.hypot(math.log(factor[2] / factor[0]), math.log(interval[1] / scale.gns))
+        return value, value * math.exp(-down), value * math.exp(up)
+
+    def state_dict(self):
+        return self.averages.state_dict()
+
+    def load_state_dict(self, state):
+        self.averages.load_state_dict(state)
 
 
 def ratio_interval(m_s, m_g, v_ss, v_sg, v_gg, z):

@@ -88,13 +88,15 @@ def finish_kernel(partials, metric, c, sq, B, C, parts,  # metric (kinds, C); c 
 
 
 def forward(x, weight, bias, eps, rms, out_dtype):
-    _check_device(x)
+    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"impl='triton' needs a CUDA tensor, got one on {x.device}")
     x, C = x.contiguous(), x.shape[-1]
     rows = x.numel() // C
     y = torch.empty_like(x, dtype=out_dtype)
     stats = x.new_empty((1 if rms else 2, rows), dtype=torch.float32)
-    forward_kernel[(rows,)](x, weight.contiguous(), None if bias is None else bias.contiguous(), y, stats, rows, C, eps,
-                            RMS=rms, BIAS=bias is not None, **launch(C))
+    with torch.cuda.device_of(x):   # Triton launches on the current device
+        forward_kernel[(rows,)](x, weight.contiguous(), None if bias is None else bias.contiguous(), y, stats, rows, C,
+                                eps, RMS=rms, BIAS=bias is not None, **launch(C))
     return y, stats
 
 
@@ -104,14 +106,14 @@ def backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
     parts = max(1, min(rows // B // ROWS_PER_PART, -(-_programs_wanted(x) // B)))
     dx, partials = torch.empty_like(x), x.new_empty((B, parts, kinds, C), dtype=torch.float32)
     c = x.new_empty((kinds, B, C), dtype=torch.float32)
-    # A LayerNorm without bias still has bias rows in its probe: they are 0.
-    sq = x.new_zeros((1 if metric is None else 2, kinds, B), dtype=torch.float32)
+    sq = x.new_empty((1 if metric is None else 2, kinds, B), dtype=torch.float32)
     if metric is not None:
         metric = metric[:kinds].float().contiguous()
-    backward_kernel[(B * parts,)](dy, x, weight.contiguous(), stats, dx, partials, rows, rows // B, C, parts,
-                                  RMS=rms, BIAS=has_bias, **launch(C))
-    finish_kernel[(B, kinds)](partials, metric, c, sq, B, C, parts, METRIC=metric is not None, **launch(C))
-    if not rms and not has_bias:
+    with torch.cuda.device_of(x):
+        backward_kernel[(B * parts,)](dy, x, weight.contiguous(), stats, dx, partials, rows, rows // B, C, parts,
+                                      RMS=rms, BIAS=has_bias, **launch(C))
+        finish_kernel[(B, kinds)](partials, metric, c, sq, B, C, parts, METRIC=metric is not None, **launch(C))
+    if not rms and not has_bias:   # its probe still has bias rows: they are 0
         sq = torch.cat([sq, torch.zeros_like(sq)], 1)
     dw, *db = c.sum(1).to(weight.dtype).unbind()
     return dx, dw, db[0] if has_bias else None, sq.flatten(0, 1) if tracked else None
@@ -127,8 +129,3 @@ def launch(C):
 def _programs_wanted(x):
     """A few per multiprocessor, so that all are busy to the end."""
     return 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
-
-
-def _check_device(x):
-    if not x.is_cuda and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"impl='triton' needs a CUDA tensor, got one on {x.device}")

@@ -13,6 +13,7 @@ B batch, T time, C channels (width), nh heads, hs head size, V vocabulary.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ln_kernel
+import per_example
 
 
 @dataclass
@@ -39,6 +41,24 @@ class GPTConfig:
     norm_impl: str = "auto"  # see ln_kernel
 
 
+class Tap(NamedTuple):
+    """What one site gets to measure with: its rows of the probes and, for an Adam-aware norm, weights per coordinate."""
+    probe: torch.Tensor  # (2, B): weight row, bias row; with metrics (4, B), plain rows first
+    weight_metric: torch.Tensor | None = None
+    bias_metric: torch.Tensor | None = None
+
+    def weight_rows(self):
+        return self.probe[0::2]  # for operations without a bias: its rows stay zero
+
+
+def linear(module, x, tap=None, weight=None, link=None):
+    """nn.Linear through per_example.linear, which is F.linear where there is no tap."""
+    probe, metric = (None, None) if tap is None else (tap.probe, tap.weight_metric)
+    if metric is not None:
+        metric = (metric, tap.bias_metric)
+    return per_example.linear(x, module.weight if weight is None else weight, module.bias, probe, metric, link=link)
+
+
 class Norm(nn.Module):
     """LayerNorm or RMSNorm through ln_kernel, so that the backward pass can also yield per-example norms."""
 
@@ -48,10 +68,14 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and self.kind == "layernorm" else None
 
-    def forward(self, x, probe=None):
-        if self.kind == "rmsnorm":  # no bias: its rows of the probe stay zero
-            return ln_kernel.rms_norm(x, self.weight, None if probe is None else probe[0::2], impl=self.impl)
-        return ln_kernel.layer_norm(x, self.weight, self.bias, probe, impl=self.impl)
+    def forward(self, x, tap=None):
+        probe, metric = (None, None) if tap is None else (tap.probe, tap.weight_metric)
+        if self.kind == "rmsnorm":
+            return ln_kernel.rms_norm(x, self.weight, None if tap is None else tap.weight_rows(), impl=self.impl,
+                                      metric=None if metric is None else metric[None])
+        if metric is not None:
+            metric = torch.stack([metric, torch.zeros_like(metric) if tap.bias_metric is None else tap.bias_metric])
+        return ln_kernel.layer_norm(x, self.weight, self.bias, probe, impl=self.impl, metric=metric)
 
 
 class Attention(nn.Module):
@@ -62,17 +86,18 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x):
+    def forward(self, x, taps):
         B, T, C = x.shape
-        weight = self.c_attn.weight
+        weight, tap = self.c_attn.weight, taps.get("attn.c_attn")
         if self.spectral:
-            weight = weight / spectral_norm(weight)
-        qkv = F.linear(x, weight, self.c_attn.bias)
+            sigma = spectral_norm(weight)
+            weight, tap = weight / sigma, scaled_tap(tap, sigma)
+        qkv = linear(self.c_attn, x, tap, weight)
         q, k, v = qkv.view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
         if self.cosine:  # unit vectors times sqrt(hs) each, so that logits are sqrt(hs) * cosine
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        y = self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        y = linear(self.c_proj, y.transpose(1, 2).reshape(B, T, C), taps.get("attn.c_proj"))
         return F.dropout(y, self.dropout, self.training)
 
 
@@ -83,8 +108,9 @@ class MLP(nn.Module):
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(self, x):
-        return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), self.dropout, self.training)
+    def forward(self, x, taps):
+        x = F.gelu(linear(self.c_fc, x, taps.get("mlp.c_fc")), approximate="tanh")
+        return F.dropout(linear(self.c_proj, x, taps.get("mlp.c_proj")), self.dropout, self.training)
 
 
 class Block(nn.Module):
@@ -93,10 +119,9 @@ class Block(nn.Module):
         self.ln_1, self.attn = Norm(config), Attention(config, layer)
         self.ln_2, self.mlp = Norm(config), MLP(config)
 
-    def forward(self, x, probes=None):
-        probe_1, probe_2 = (None, None) if probes is None else probes
-        x = x + self.attn(self.ln_1(x, probe_1))
-        return x + self.mlp(self.ln_2(x, probe_2))
+    def forward(self, x, taps):
+        x = x + self.attn(self.ln_1(x, taps.get("ln_1")), taps)
+        return x + self.mlp(self.ln_2(x, taps.get("ln_2")), taps)
 
 
 class GPT(nn.Module):
@@ -115,32 +140,65 @@ class GPT(nn.Module):
         if config.tie_weights:
             self.lm_head.weight = self.wte.weight
 
-    def forward(self, idx, targets=None, probes=None):
-        """(logits, loss). Without targets the logits of the last position alone, (B, 1, V), and no loss."""
+    def forward(self, idx, targets=None, probes=None, metrics=None):
+        """(logits, loss). Without targets the logits of the last position alone, (B, 1, V), and no loss.
+
+        probes (sites, 2, B) for the sites of either mode; with metrics, {parameter name: weight per coordinate}, it is
+        (sites, 4, B), and the last two rows get the weighted squared norms."""
         B, T = idx.shape
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
-        x = self.wte(idx) + self.wpe.weight[:T]  # (B, T, C)
+        taps = self.taps(probes, metrics)
+        x, link = self.embed(idx, taps)  # (B, T, C)
         x = F.dropout(x, self.config.dropout, self.training)
         for layer, block in enumerate(self.h):
-            block_probes = None if probes is None else probes[2 * layer:2 * layer + 2]
+            prefix = f"h.{layer}."
+            own = {name[len(prefix):]: tap for name, tap in taps.items() if name.startswith(prefix)}
             if self.config.activation_checkpointing == "block" and self.training:
-                x = checkpoint(block, x, block_probes, use_reentrant=False)
+                x = checkpoint(block, x, own, use_reentrant=False)
             else:
-                x = block(x, block_probes)
-        x = self.ln_f(x, None if probes is None else probes[2 * len(self.h)])
+                x = block(x, own)
+        x = self.ln_f(x, taps.get("ln_f"))
         if targets is None:
             return self.lm_head(x[:, -1:]), None
-        logits = self.lm_head(x)  # (B, T, V)
+        logits = linear(self.lm_head, x, taps.get("wte" if self.config.tie_weights else "lm_head"), link=link)  # (B, T, V)
         loss = F.cross_entropy(logits.view(B * T, -1).float(), targets.reshape(-1))
         return logits, loss
 
+    def embed(self, idx, taps):
+        """Token plus position embedding, and the link to a tied head: one matrix, used twice, is one site, whose
+        per-example gradient is the sum of both uses."""
+        tap, position = taps.get("wte"), taps.get("wpe")
+        if tap is None:
+            return self.wte(idx) + self.wpe.weight[:idx.shape[1]], None
+        x, link = per_example.embedding(idx, self.wte.weight, tap.weight_rows(), tap.weight_metric, tied=True)
+        x = per_example.add_positions(x, self.wpe.weight, position.weight_rows(), position.weight_metric)
+        return x, link if self.config.tie_weights else None
+
+    def taps(self, probes, metrics):
+        """{module name: Tap}: which site gets which rows of the probes."""
+        if probes is None:
+            return {}
+        mode = next((m for m in ("norm", "exact") if len(self.probe_sites(m)) == probes.shape[0]), None)
+        if mode is None:
+            raise ValueError(f"probes has {probes.shape[0]} sites, expected {len(self.probe_sites('norm'))} (norm) or "
+                             f"{len(self.probe_sites('exact'))} (exact)")
+        p = metrics or {}
+        names = [name.removesuffix(".weight") for name, _, _ in self.probe_sites(mode)]
+        return {name: Tap(probes[i], p.get(name + ".weight"), p.get(name + ".bias")) for i, name in enumerate(names)}
+
     def probe_sites(self, mode="norm"):
-        """One (parameter name, group, layer) per first index of `probes`; the bias beside that weight is its row 1."""
-        if mode != "norm":
-            raise ValueError(f"mode={mode!r}: only norm is there")
-        sites = [(f"h.{i}.{ln}.weight", "norm", i) for i in range(len(self.h)) for ln in ("ln_1", "ln_2")]
-        return sites + [("ln_f.weight", "norm", None)]
+        """One (parameter name, group, layer) per first index of `probes`; the bias beside that weight is its row 1.
+        norm: the norm layers. exact: every parameter; a tied head is part of the embedding."""
+        if mode not in ("norm", "exact"):
+            raise ValueError(f"mode={mode!r}: expected norm or exact")
+        inside = {"ln_1": "norm", "attn.c_attn": "attention", "attn.c_proj": "attention", "ln_2": "norm", "mlp.c_fc": "mlp",
+                  "mlp.c_proj": "mlp"}
+        sites = [("wte.weight", "embedding", None), ("wpe.weight", "embedding", None)]
+        sites += [(f"h.{i}.{name}.weight", group, i) for i in range(len(self.h)) for name, group in inside.items()]
+        sites += [("ln_f.weight", "norm", None)]
+        sites += [] if self.config.tie_weights else [("lm_head.weight", "head", None)]
+        return sites if mode == "exact" else [s for s in sites if s[1] == "norm"]
 
     def parameter_groups(self, weight_decay):
         """Matrices decay, vectors (norm weights, biases) do not."""
@@ -166,11 +224,19 @@ def init_weights(module):
         nn.init.zeros_(module.bias)
 
 
+def scaled_tap(tap, sigma):
+    """The tap of a weight that is used divided by sigma: its contributions are those of the quotient, over sigma."""
+    if tap is None:
+        return None
+    rows = torch.stack([sigma**-2, torch.ones_like(sigma)]).repeat(tap.probe.shape[0] // 2)
+    return tap._replace(probe=tap.probe * rows[:, None].to(tap.probe.dtype))  # the gradient goes through the product
+
+
 @torch.no_grad()
 def spectral_norm(weight, iterations=12):
     """The largest singular value, to a few per cent, by power iteration from a fixed start: stateless, so the same under
     recomputation and resume. No gradient flows through it: it is a scale, not part of the function learnt."""
-    weight = weight.float()
+    weight = weight if weight.dtype == torch.float64 else weight.float()
     v = weight.new_ones(weight.shape[1]) / math.sqrt(weight.shape[1])
     v = F.normalize(v + F.normalize(weight[0], dim=0), dim=0)  # off the symmetric direction
     for _ in range(iterations):

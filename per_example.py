@@ -77,7 +77,7 @@ def pieces(n_examples, n_rows, row_bytes):
 
 def simultaneous(g, x, p=None, idx=None):
     """
-    Gray et al. 2024 (arXiv 2411.00999), section 3, "simultaneous" per-example norms: form the products that
+    Gray et al. 2024 (arXiv 2411.00999), "simultaneous" per-example norms: form the products that
     the parameter gradient consists of anyway, take their norms, add them up.
 
         c_b = g_b^T x_b    (O, C)        sq_norm_b = sum_ij c_bij^2        dW = sum_b c_b
@@ -123,7 +123,7 @@ def pick_rows(c, idx, r0):
 
 def gram(g, x, idx=None):
     """
-    Li et al. 2022 (arXiv 2110.05679), section 4, "ghost" norms: the same number without forming c_b,
+    Li et al. 2022 (arXiv 2110.05679), "ghost" norms: the same number without forming c_b,
 
         |g_b^T x_b|^2 = sum_ts (g_bt . g_bs) (x_bt . x_bs)
 
@@ -141,7 +141,7 @@ def gram(g, x, idx=None):
     (B, T, O), C, dtype = g.shape, x.shape[2], accumulation_dtype(g)
     dW = g.reshape(B * T, O).t().mm(x.reshape(B * T, C)).to(dtype)
     sq_norms = g.new_zeros(1, B, dtype=dtype)
-    for b0, b1, t0, t1 in pieces(B, T, T * dtype.itemsize):
+    for b0, b1, t0, t1 in pieces(B, T, (T + C + O) * dtype.itemsize):  # Gram matrices and centred copies
         m, n = g[b0:b1].mean(1, keepdim=True, dtype=dtype), x[b0:b1].mean(1, keepdim=True, dtype=dtype)
         g_n, x_n = g[b0:b1] - m, x[b0:b1] - n
         if t0 == 0:

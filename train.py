@@ -22,13 +22,13 @@ import torch
 import batches
 import checkpoint
 import configurator
-import gns
 import hardware
 import ln_kernel
 import log
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
+from tracker import Tracker
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
 
@@ -56,14 +56,13 @@ def train(config):
     # -- everything else that a run remembers
     state = {"step": 0, "tokens": 0, "examples": 0, "best_val_loss": None, "bad_steps": 0, "bad_in_a_row": 0,
              "seconds": 0.0, "wandb_id": None}
-    scales = {group: gns.NoiseScale(config.gns_half_life_tokens) for group in ([] if config.gns == "off" else ["norm"])}
+    tracker = Tracker(model, optimizer, config, device)
     if saved:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
         state.update(saved["state"])
-        for group, scale in scales.items():
-            scale.load_state_dict(saved["gns"][group])
+        tracker.load_state_dict(saved["gns"])
         restore_rng(saved["rng"])
     if saved and state["tokens"] >= config.max_tokens:
         print(f"{config.out_dir} is finished: {log.count(state['tokens'])} tokens in {state['step']} steps")
@@ -87,21 +86,12 @@ def train(config):
             f"{log.count(data.meta['val_tokens'])} to validate; {'resuming at' if saved else 'until'} "
             f"{log.count(state['tokens'] if saved else config.max_tokens)} tokens; log and checkpoint in {config.out_dir}")
 
-    # -- which parameters and probes belong to which group of the noise scale
-    named = list(model.named_parameters())
-    sites = model.probe_sites("norm") if config.gns != "off" else []
-    site_of = {name: group for name, group, _ in sites}
-    site_of |= {name.removesuffix("weight") + "bias": group for name, group, _ in sites}
-    param_group = np.array([site_of.get(name, "") for name, _ in named])
-    site_group = np.array([group for _, group, _ in sites])
-    probes = torch.zeros(len(sites), 2, config.micro_batch_size, device=device, requires_grad=True) if sites else None
-
     def save():
         flush()
         state["seconds"] = clock.seconds()
         checkpoint.save(config.out_dir, {
             "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-            "state": dict(state), "gns": {g: s.state_dict() for g, s in scales.items()}, "rng": rng_state(),
+            "state": dict(state), "gns": tracker.state_dict(), "rng": rng_state(),
             "config": dataclasses.asdict(config), "vocab_size": data.vocab_size, "data": data.meta,
             "data_checksum": data.checksum})
 
@@ -112,26 +102,24 @@ def train(config):
         out.write({"step": state["step"], "tokens": state["tokens"], "val/loss": loss, "val/ppl": float(np.exp(loss))})
         out.say(f"step {state['step']:>6} | validation loss {loss:.4f}, best {state['best_val_loss']:.4f}")
 
-    pending = []  # steps whose numbers are still on the device: (record, B, T * B)
+    pending = []  # steps whose numbers are still on the device: (record, mode, B, tokens)
     last = {}  # numbers of the newest step that was fetched
 
     def flush():
         """Fetch all pending steps in one transfer and bring averages and counters up to date, in order."""
         if not pending:
             return
-        flat = torch.cat([record for record, _, _ in pending]).double().cpu().numpy()
-        for values, (_, B, tokens) in zip(np.split(flat, len(pending)), pending):
-            loss, bad = values[0], values[1] > 0
-            param_sq, site_sq = np.split(values[2:], [len(named)])
-            last.update(loss=float(loss), grad_norm=float(np.sqrt(param_sq.sum())))
+        flat = torch.cat([t.reshape(-1) for record, *_ in pending for t in record.values()]).cpu().double().numpy()
+        for record, mode, B, tokens in pending:
+            sizes = np.cumsum([t.numel() for t in record.values()])
+            values = dict(zip(record, np.split(flat[:sizes[-1]], sizes[:-1])))
+            flat = flat[sizes[-1]:]
+            bad = values["bad"][0] > 0
+            last.update(loss=float(values["loss"][0]), grad_norm=float(np.sqrt(values["param_sq"].sum())))
             state["bad_steps"] += int(bad)
             state["bad_in_a_row"] = state["bad_in_a_row"] + 1 if bad else 0
-            if bad or B == 1:  # neither says anything about the noise
-                continue
-            for group, scale in scales.items():
-                small = float(site_sq[site_group == group].sum()) / B
-                big = float(param_sq[param_group == group].sum())
-                scale.update(*gns.unbiased_pair(small, big, 1, B), tokens)
+            if not bad:
+                tracker.absorb(values, mode, B, tokens)
         pending.clear()
 
     stop_signal = []
@@ -154,38 +142,33 @@ def train(config):
         lr = schedule.learning_rate_at(state["tokens"] + step_tokens, config)
 
         # -- gradients: the mean over all B examples, micro-batch by micro-batch
-        loss_sum, norms = torch.zeros((), device=device), []
-        scale_factor = scaler.scale(torch.ones((), device=device))  # 1 unless fp16
+        measure = tracker.begin(state["tokens"], state["tokens"] + step_tokens)
+        loss_sum = torch.zeros((), device=device)
+        loss_scale = scaler.scale(torch.ones((), device=device))  # 1 unless fp16
         for micro in range(accum):
             first = state["examples"] + micro * config.micro_batch_size
             x, y = data.train_batch(config.seed, first, config.micro_batch_size, device)
             with autocast:
-                _, loss = run_model(x, y, probes=probes)
+                _, loss = run_model(x, y, **measure)
             scaler.scale(loss / accum).backward()
             loss_sum += loss.detach() / accum
-            if probes is not None:
-                norms.append(probes.grad.sum((1, 2)))  # weight and bias, over the examples
-                probes.grad = None
+            tracker.take(measure, accum)
+        tracker.release()
         scaler.unscale_(optimizer)
-
-        # -- what is measured, before clipping. Backward held g_b / B for example b (times the loss scale): undo both.
-        grads = [p.grad for _, p in named]
-        param_sq = torch.stack(torch._foreach_norm(grads)).float().square()
-        site_sq = torch.stack(norms).sum(0) * (B / scale_factor) ** 2 if norms else param_sq.new_zeros(0)
-        total_norm = param_sq.sum().sqrt()
-        bad = torch.logical_not(torch.isfinite(total_norm) & torch.isfinite(loss_sum)).float()
-        pending.append((torch.cat([loss_sum.view(1), bad.view(1), param_sq, site_sq]), B, step_tokens))
+        record = tracker.finish(loss_sum, B, loss_scale)
+        pending.append((record, tracker.mode, B, step_tokens))
 
         # -- update; AdamW's fused kernel leaves everything as it was where `bad` is 1, without asking the host
         if config.grad_clip > 0:
-            torch._foreach_mul_(grads, torch.clamp(config.grad_clip / (total_norm + 1e-6), max=1.0))
+            clip = torch.clamp(config.grad_clip / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0)
+            torch._foreach_mul_([p.grad for p in model.parameters()], clip)
         for group in optimizer.param_groups:
             group["lr"] = lr
         if scaler.is_enabled():
             scaler.step(optimizer)
             scaler.update()
         else:
-            optimizer.found_inf = bad
+            optimizer.found_inf = record["bad"]
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -207,14 +190,13 @@ def train(config):
         if state["step"] % config.log_interval == 0 or done:
             seconds = clock.seconds()
             rate = (state["tokens"] - logged_tokens) / (seconds - logged_seconds)
-            left = (config.max_tokens - state["tokens"]) * (seconds - start_seconds) / (state["tokens"] - start_tokens)
+            left = max(0, config.max_tokens - state["tokens"]) * (seconds - start_seconds) / (state["tokens"] - start_tokens)
             row = {"step": state["step"], "tokens": state["tokens"], "examples": state["examples"],
                    "train/loss": last["loss"], "lr": lr, "batch_size": B, "accum": accum,
                    "dt_ms": 1e3 * (seconds - logged_seconds) / (state["step"] - logged_step), "tok_per_sec": rate,
                    "mfu": rate * model.flops_per_token() / ceiling, "grad/norm": last["grad_norm"], "seconds": seconds,
                    "bad_steps": state["bad_steps"]}
-            for group, scale in scales.items():
-                row |= gns_row(group, scale)
+            row |= tracker.row()
             out.write(row)
             out.say(describe(row, config, left))
             logged_tokens, logged_seconds, logged_step = state["tokens"], seconds, state["step"]
@@ -277,12 +259,6 @@ def validation_loss(model, data, config, device, autocast):
         total += loss.double().cpu() * len(x) if device != "mps" else loss.cpu().double() * len(x)
     model.train()
     return float(total / len(starts))
-
-
-def gns_row(group, scale):
-    low, high = scale.interval() or (None, None)
-    return {f"gns/{group}": scale.gns, f"gns/{group}_low": low, f"gns/{group}_high": high,
-            f"gns/{group}_sq_norm": scale.sq_norm, f"gns/{group}_tr_sigma": scale.tr_sigma}
 
 
 def describe(row, config, seconds_left):

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from gns import NoiseScale, ratio_interval, student_t, unbiased_pair
+from gns import Calibration, NoiseScale, ratio_interval, student_t, unbiased_pair
 
 
 def gradients(rng, trials, batch, mean, scale):
@@ -84,8 +84,9 @@ def test_weights_of_the_averages_match_a_plain_weighted_computation():
     expected = [(w**2 * (s - m_s) ** 2).sum() / left, (w**2 * (s - m_s) * (g - m_g)).sum() / left,
                 (w**2 * (g - m_g) ** 2).sum() / left]
     assert (scale.tr_sigma, scale.sq_norm) == pytest.approx((m_s, m_g))
-    assert scale.variances() == pytest.approx(expected)
-    assert scale.effective_updates == pytest.approx(1 / (w**2).sum())
+    (v_ss, v_sg), (v_gs, v_gg) = scale.averages.covariance()
+    assert [v_ss, v_sg, v_gg] == pytest.approx(expected) and v_gs == v_sg
+    assert scale.averages.effective_updates == pytest.approx(1 / (w**2).sum())
     low, high = scale.interval()
     assert low < scale.gns < high
 
@@ -144,3 +145,45 @@ def test_state_survives_json_bit_for_bit():
     for v in values[11:]:
         second.update(*v, 100)
     assert second.state_dict() == whole.state_dict() and second.interval() == whole.interval()
+
+
+def calibration_trial(rng, steps, ratio):
+    """Steps in which a whole (5 coordinates) and a part (2 of them) are measured on the same examples."""
+    mean, scale = np.full(5, 0.5), np.array([1.0, 1.0, ratio, ratio, ratio])
+    calibration, part = Calibration(1e9), NoiseScale(1e9)
+    for _ in range(steps):
+        g = mean + scale * rng.standard_normal((1, 16, 5))
+        total, norm = pairs_of(g)[0], pairs_of(g[..., :2])[0]
+        calibration.update(total, norm, 100)
+        part.update(*norm, 100)
+    truth = ((scale**2).sum() / (mean**2).sum()) / ((scale[:2] ** 2).sum() / (mean[:2] ** 2).sum())
+    return calibration, part, truth
+
+
+def test_the_calibration_interval_covers_the_true_factor():
+    rng = np.random.default_rng(3)
+    inside = 0
+    for _ in range(400):
+        calibration, _, truth = calibration_trial(rng, 40, 1.5)
+        value, low, high = calibration.factor()
+        assert low < value < high
+        inside += low <= truth <= high
+    assert 365 <= inside <= 395
+
+
+def test_the_calibrated_value_is_factor_times_scale_with_a_wider_interval_than_either():
+    calibration, part, _ = calibration_trial(np.random.default_rng(4), 60, 1.5)
+    value, low, high = calibration.apply(part)
+    factor, f_low, f_high = calibration.factor()
+    assert value == pytest.approx(factor * part.gns) and low < value < high
+    assert high / value > f_high / factor and high / value > part.interval()[1] / part.gns
+
+
+def test_calibration_claims_nothing_from_too_little():
+    calibration = Calibration(1e9)
+    assert calibration.factor() is None and calibration.apply(NoiseScale(1.0)) is None
+    calibration.update((1.0, 2.0), (1.0, 1.0), 10)
+    assert calibration.factor() is None
+    for i in range(20):
+        calibration.update((0.01 * (-1) ** i, 2.0), (1.0, 1.0), 10)
+    assert calibration.factor() is None

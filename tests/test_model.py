@@ -23,7 +23,7 @@ def batch(n, seed=1, T=12):
     return ids[:, :-1], ids[:, 1:]
 
 
-def contributions(model, x, y, n):
+def contributions(model, x, y, n, metrics=None):
     """The oracle: a loop over examples with plain autograd in float64. {parameter name: [|g_b / n|^2 for each b]}"""
     model = copy.deepcopy(model).double()
     model.config.activation_checkpointing = "none"
@@ -32,32 +32,36 @@ def contributions(model, x, y, n):
         model.zero_grad()
         (model(x[b:b + 1], y[b:b + 1])[1] / n).backward()
         for name, p in model.named_parameters():
-            squares[name].append(0.0 if p.grad is None else float((p.grad**2).sum()))
+            weight = 1 if metrics is None else metrics[name].double()
+            squares[name].append(float((weight * p.grad**2).sum()))
     return {name: torch.tensor(v, dtype=torch.float64) for name, v in squares.items()}
 
 
-def measured(model, x, y, micro, forward=None):
-    """Probe gradients over all micro-batches, (sites, 2, B), as the training loop takes them."""
+def measured(model, x, y, micro, forward=None, mode="norm", metrics=None):
+    """Probe gradients over all micro-batches, (sites, 2 or 4, B), as the training loop takes them."""
     forward = model if forward is None else forward
     accum = len(x) // micro
     found = []
     for i in range(0, len(x), micro):
-        probes = torch.zeros(len(model.probe_sites("norm")), 2, micro, requires_grad=True)
-        _, loss = forward(x[i:i + micro], y[i:i + micro], probes=probes)
+        probes = torch.zeros(len(model.probe_sites(mode)), 4 if metrics else 2, micro, requires_grad=True)
+        _, loss = forward(x[i:i + micro], y[i:i + micro], probes=probes, metrics=metrics)
         (loss / accum).backward()
         found.append(probes.grad)
     return torch.cat(found, -1)
 
 
-def check_against_oracle(model, x, y, micro, forward=None):
-    found, truth = measured(model, x, y, micro, forward), contributions(model, x, y, len(x))
+def check_against_oracle(model, x, y, micro, forward=None, mode="norm", metrics=None):
+    found = measured(model, x, y, micro, forward, mode, metrics).double()
     parameters = dict(model.named_parameters())
-    for site, (name, group, layer) in enumerate(model.probe_sites("norm")):
-        assert group == "norm" and name in parameters and (layer is None or f"h.{layer}." in name)
-        torch.testing.assert_close(found[site, 0].double(), truth[name], rtol=1e-5, atol=0)
-        bias = name.replace("weight", "bias")
-        expected = truth[bias] if bias in parameters else torch.zeros(len(x), dtype=torch.float64)
-        torch.testing.assert_close(found[site, 1].double(), expected, rtol=1e-5, atol=0)
+    sites = model.probe_sites(mode)
+    for first_row, weights in ((0, None), (2, metrics)) if metrics else ((0, None),):
+        truth = contributions(model, x, y, len(x), weights)
+        for site, (name, _, layer) in enumerate(sites):
+            assert name in parameters and (layer is None or f"h.{layer}." in name)
+            torch.testing.assert_close(found[site, first_row], truth[name], rtol=1e-5, atol=0)
+            bias = name.replace("weight", "bias")
+            expected = truth[bias] if bias in parameters else torch.zeros(len(x), dtype=torch.float64)
+            torch.testing.assert_close(found[site, first_row + 1], expected, rtol=1e-5, atol=1e-30)
 
 
 @pytest.mark.parametrize("accum", [1, 2, 3, 4])
@@ -69,13 +73,82 @@ def test_probe_gradients_are_the_squared_norms_of_each_examples_contribution(ove
     check_against_oracle(make(**overrides), x, y, micro=3)
 
 
-@pytest.mark.parametrize("overrides, backend", [
-    ({}, "inductor"), ({"norm": "rmsnorm", "tie_weights": False, "activation_checkpointing": "block"}, "aot_eager"),
-    ({"activation_checkpointing": "block", "cos_attn": (0,), "spectral_qkv": (1,)}, "aot_eager")], ids=str)
-def test_the_same_under_torch_compile_without_a_graph_break(overrides, backend):
+EXACT = [{}, {"bias": False}, {"tie_weights": False}, {"norm": "rmsnorm"}, {"cos_attn": (0, 1)}, {"spectral_qkv": (0,)},
+         {"activation_checkpointing": "block"}, {"bias": False, "tie_weights": False, "norm": "rmsnorm"}]
+
+
+@pytest.mark.parametrize("accum", [1, 3])
+@pytest.mark.parametrize("overrides", EXACT, ids=str)
+def test_exact_mode_gives_the_squared_norms_of_every_parameter(overrides, accum):
+    x, y = batch(4 * accum)
+    check_against_oracle(make(**overrides), x, y, micro=4, mode="exact")
+
+
+@pytest.mark.parametrize("mode", ["norm", "exact"])
+@pytest.mark.parametrize("overrides", [{}, {"bias": False}, {"tie_weights": False, "norm": "rmsnorm"}, {"spectral_qkv": (1,)}],
+                         ids=str)
+def test_weighted_norms_come_from_the_same_pass(overrides, mode):
     model = make(**overrides)
     x, y = batch(4)
-    check_against_oracle(model, x, y, micro=2, forward=torch.compile(model, fullgraph=True, backend=backend))
+    metrics = {n: torch.rand_like(p) + 0.1 for n, p in model.named_parameters()}
+    check_against_oracle(model, x, y, micro=2, mode=mode, metrics=metrics)
+
+
+def test_exact_mode_with_dropout_measures_the_masks_that_were_drawn():
+    """One example at a time with the mask of its place in the batch: dropout replaced by recorded masks."""
+    model = make(dropout=0.4)
+    x, y = batch(3)
+    masks, mode = [], "record"
+
+    def dropout(t, p, training):
+        if mode == "record":
+            masks.append((torch.rand(t.shape) > p).double() / (1 - p))
+            return t * masks[-1].to(t.dtype)
+        return t * masks[next(position)][example:example + 1].to(t.dtype)
+
+    import model as module
+    real, module.F.dropout = module.F.dropout, dropout
+    for block in model.h:
+        block.attn.dropout = 0.0  # inside the fused attention no mask can be seen
+    try:
+        found = measured(model, x, y, 3, mode="exact")
+        mode, truth = "replay", []
+        double = copy.deepcopy(model).double()
+        for example in range(3):
+            double.zero_grad()
+            position = iter(range(len(masks)))
+            (double(x[example:example + 1], y[example:example + 1])[1] / 3).backward()
+            truth.append(sum(float((p.grad**2).sum()) for p in double.parameters()))
+    finally:
+        module.F.dropout = real
+    assert found.sum((0, 1)).tolist() == pytest.approx(truth, rel=1e-5)
+    assert len(masks) == 1 + 2 * 2
+
+
+@pytest.mark.parametrize("overrides", [{}, {"bias": False, "tie_weights": False}, {"norm": "rmsnorm"}], ids=str)
+def test_every_parameter_belongs_to_exactly_one_exact_site(overrides):
+    model = make(**overrides)
+    names = [n for n, _ in model.named_parameters()]
+    covered = [n for site, _, _ in model.probe_sites("exact") for n in (site, site.replace("weight", "bias")) if n in names]
+    assert sorted(covered) == sorted(names)
+    assert {g for _, g, _ in model.probe_sites("exact")} <= {"norm", "attention", "mlp", "embedding", "head"}
+
+
+def test_probes_of_no_known_mode_are_refused():
+    x, y = batch(2)
+    with pytest.raises(ValueError, match="probes has 3 sites, expected 5"):
+        make()(x, y, probes=torch.zeros(3, 2, 2, requires_grad=True))
+
+
+@pytest.mark.parametrize("overrides, mode, backend", [
+    ({}, "norm", "inductor"), ({}, "exact", "inductor"),
+    ({"norm": "rmsnorm", "tie_weights": False, "activation_checkpointing": "block"}, "exact", "aot_eager"),
+    ({"activation_checkpointing": "block", "cos_attn": (0,), "spectral_qkv": (1,)}, "norm", "aot_eager"),
+    ({"activation_checkpointing": "block", "cos_attn": (0,), "spectral_qkv": (1,)}, "exact", "aot_eager")], ids=str)
+def test_the_same_under_torch_compile_without_a_graph_break(overrides, mode, backend):
+    model = make(**overrides)
+    x, y = batch(4)
+    check_against_oracle(model, x, y, micro=2, forward=torch.compile(model, fullgraph=True, backend=backend), mode=mode)
 
 
 def test_every_norm_layer_has_a_site_and_every_site_is_a_norm_layer():
@@ -84,6 +157,20 @@ def test_every_norm_layer_has_a_site_and_every_site_is_a_norm_layer():
     assert names == {n for n, _ in model.named_parameters() if ".ln_" in f".{n}" and n.endswith("weight")}
     with pytest.raises(ValueError, match="mode='layers'"):
         model.probe_sites("layers")
+
+
+def test_exact_tracking_changes_gradients_by_rounding_only():
+    x, y = batch(4)
+    results = []
+    for tracked in (False, True):
+        model = make()
+        probes = torch.zeros(len(model.probe_sites("exact")), 2, 4, requires_grad=True) if tracked else None
+        loss = model(x, y, probes=probes)[1]
+        loss.backward()
+        results.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    assert torch.equal(results[0][0], results[1][0])
+    for name, grad in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name], grad, rtol=1e-4, atol=1e-6 * float(grad.abs().max()))
 
 
 @pytest.mark.parametrize("overrides", [{}, {"norm": "rmsnorm"}, {"bias": False, "tie_weights": False}, {"dropout": 0.3}],
@@ -130,26 +217,26 @@ def test_attention_matches_the_textbook_formula():
     q, k, v = (t.view(2, 5, 2, 12).transpose(1, 2) for t in attn.c_attn(x).split(24, dim=2))
     weights = (q @ k.transpose(-1, -2) / 12**0.5).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf).softmax(-1)
     expected = attn.c_proj((weights @ v).transpose(1, 2).reshape(2, 5, 24))
-    torch.testing.assert_close(attn(x), expected)
+    torch.testing.assert_close(attn(x, {}), expected)
 
 
 def test_cosine_attention_ignores_the_length_of_queries_and_keys():
     model = make(cos_attn=(0,)).eval()
     attn, x = model.h[0].attn, torch.randn(2, 5, 24)
-    before = attn(x)
+    before = attn(x, {})
     with torch.no_grad():
         attn.c_attn.weight[:48] *= 100
         attn.c_attn.bias[:48] *= 100
-    torch.testing.assert_close(attn(x), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attn(x, {}), before, rtol=1e-4, atol=1e-5)
 
 
 def test_spectral_qkv_ignores_the_scale_of_its_matrix_and_finds_it_to_a_few_per_cent():
     model = make(spectral_qkv=(0,), bias=False).eval()
     attn, x = model.h[0].attn, torch.randn(2, 5, 24)
-    before = attn(x)
+    before = attn(x, {})
     with torch.no_grad():
         attn.c_attn.weight *= 50
-    torch.testing.assert_close(attn(x), before, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attn(x, {}), before, rtol=1e-4, atol=1e-5)
     weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     assert float(spectral_norm(weight)) == pytest.approx(float(torch.linalg.matrix_norm(weight, 2)), rel=0.05)
 

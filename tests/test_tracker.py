@@ -1,0 +1,220 @@
+"""The measurements of a step against a plain loop over examples, and exact mode end to end."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import batches
+import checkpoint
+import gns
+import log
+import train
+from configurator import Config
+from model import GPT, GPTConfig
+from tracker import Tracker, adam_metrics
+
+SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
+GROUPS = ("norm", "attention", "mlp", "embedding", "total", "block_0", "block_1")
+
+
+def belongs(name, group):
+    if group == "total":
+        return True
+    if group.startswith("block_"):
+        return name.startswith(f"h.{group[6:]}.")
+    return group == ("norm" if ".ln_" in f".{name}" else "attention" if ".attn." in name else "mlp" if ".mlp." in name
+                     else "embedding")
+
+
+def example_gradients(model, x, y):
+    """[{parameter name: gradient of example b's own loss}] in float64."""
+    model = copy.deepcopy(model).double()
+    found = []
+    for b in range(len(x)):
+        model.zero_grad()
+        model(x[b:b + 1], y[b:b + 1])[1].backward()
+        found.append({n: p.grad.clone() for n, p in model.named_parameters()})
+    return found
+
+
+def papers_pair(grads, names, weights=None):
+    """Gray et al. 2024, eqs. 4 and 5, with B_small = 1: from the gradients themselves, not from our code."""
+    def square(g):
+        return sum(float(((1 if weights is None else weights[n].double()) * g[n] ** 2).sum()) for n in names)
+    B = len(grads)
+    mean = {n: sum(g[n] for g in grads) / B for n in names}
+    big, small = square(mean), sum(square(g) for g in grads) / B
+    return (B * big - small) / (B - 1), (small - big) / (1 - 1 / B)
+
+
+def one_step(config, model, optimizer, x, y):
+    """What train.py does in a step, without the update."""
+    tracker = Tracker(model, optimizer, config, "cpu")
+    measure = tracker.begin(0, x.numel())
+    accum = len(x) // config.micro_batch_size
+    loss_sum = 0
+    for i in range(accum):
+        part = slice(i * config.micro_batch_size, (i + 1) * config.micro_batch_size)
+        _, loss = model(x[part], y[part], **measure)
+        (loss / accum).backward()
+        loss_sum = loss_sum + loss.detach() / accum
+        tracker.take(measure, accum)
+    tracker.release()
+    record = tracker.finish(loss_sum, len(x), torch.ones(()))
+    tracker.absorb({k: v.double().numpy().reshape(-1) for k, v in record.items()}, tracker.mode, len(x), x.numel())
+    return tracker
+
+
+@pytest.fixture
+def setting(tiny_data):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=64, **SHAPE))
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True)
+    x, y = batches.Dataset(tiny_data, 16).train_batch(0, 0, 12, "cpu")
+    model(x, y)[1].backward()  # one update, so that Adam has a second moment
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, x, y
+
+
+@pytest.mark.parametrize("mode", ["norm", "exact"])
+def test_every_groups_pair_is_the_papers_on_the_same_batch_plain_and_adam(setting, mode):
+    model, optimizer, x, y = setting
+    config = Config(gns=mode, micro_batch_size=4, batch_size=12, gns_calibrate_tokens=0, gns_adam=True, **SHAPE)
+    grads = example_gradients(model, x, y)
+    metrics = adam_metrics(optimizer, list(model.named_parameters()))
+    tracker = one_step(config, model, optimizer, x, y)
+    groups = GROUPS if mode == "exact" else ("norm",)
+    assert tracker.groups == list(groups)
+    for group in groups:
+        names = [n for n in grads[0] if belongs(n, group)]
+        scale = tracker.scales[group]
+        assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(papers_pair(grads, names), rel=2e-4), group
+        if not group.startswith("block_"):
+            scale = tracker.scales[f"{group}_adam"]
+            assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(papers_pair(grads, names, metrics), rel=2e-4), group
+
+
+def test_adams_metric_is_the_reciprocal_of_its_denominator(setting):
+    model, optimizer, x, y = setting
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    metrics = adam_metrics(optimizer, list(model.named_parameters()))
+    group = optimizer.param_groups[0]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    m = {n: optimizer.state[p]["exp_avg"].clone() for n, p in model.named_parameters()}
+    for g in optimizer.param_groups:
+        g["lr"], g["weight_decay"], g["betas"] = 1.0, 0.0, (1 - 1e-12, 1 - 1e-12)
+    step = float(optimizer.state[next(model.parameters())]["step"])
+    v = {n: optimizer.state[p]["exp_avg_sq"] for n, p in model.named_parameters()}
+    for n in before:
+        expected = 1 / ((v[n] / (1 - 0.999**step)).sqrt() + group["eps"])
+        torch.testing.assert_close(metrics[n], expected, rtol=1e-4, atol=0)
+    assert all(torch.isfinite(m[n] * metrics[n]).all() for n in m)
+    assert adam_metrics(torch.optim.AdamW(model.parameters()), list(model.named_parameters())) is None
+
+
+def test_example_statistics_are_those_of_the_examples(setting):
+    model, optimizer, x, y = setting
+    grads = example_gradients(model, x, y)
+    totals = np.array([sum(float((g**2).sum()) for g in e.values()) for e in grads])
+    config = Config(gns="exact", micro_batch_size=4, batch_size=12, **SHAPE)
+    last = one_step(config, model, optimizer, x, y).last
+    assert last["gns/example_max"] == pytest.approx(totals.max(), rel=1e-4)
+    assert last["gns/example_median"] == pytest.approx(np.sort(totals)[5], rel=1e-4)
+    # the jackknife by hand: leave each example out of `small`, with `big` held
+    B = len(totals)
+    left_out = np.array([np.delete(totals, b).mean() for b in range(B)]) / (1 - 1 / B)
+    jackknife = np.sqrt((B - 1) / B * ((left_out - left_out.mean()) ** 2).sum())
+    assert last["gns/step_tr_sigma_se"] == pytest.approx(jackknife, rel=1e-4)
+
+
+def test_the_cross_check_is_the_classical_estimate_from_micro_batches(setting):
+    model, optimizer, x, y = setting
+    config = Config(gns="norm", gns_crosscheck=True, micro_batch_size=4, batch_size=12, gns_calibrate_tokens=0, **SHAPE)
+    grads = example_gradients(model, x, y)
+    tracker = one_step(config, model, optimizer, x, y)
+    for group in ("norm", "total"):
+        names = [n for n in grads[0] if belongs(n, group)]
+        means = [{n: sum(g[n] for g in grads[i:i + 4]) / 4 for n in names} for i in (0, 4, 8)]
+        whole = {n: sum(m[n] for m in means) / 3 for n in names}
+        small = np.mean([sum(float((m[n]**2).sum()) for n in names) for m in means])
+        big = sum(float((whole[n]**2).sum()) for n in names)
+        scale = tracker.scales[f"{group}_micro"]
+        assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(gns.unbiased_pair(small, big, 4, 12), rel=2e-4)
+
+
+def test_the_cross_check_does_not_change_training(tmp_path, tiny_args):
+    for on in (False, True):
+        train.main(tiny_args(out_dir=tmp_path / str(on), gns_crosscheck=on))
+    a, b = ([r["train/loss"] for r in log.read(tmp_path / str(on)) if "train/loss" in r] for on in (False, True))
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+    assert {"gns/norm_micro", "gns/total_micro"} <= log.read(tmp_path / "True")[-2].keys()
+
+
+def test_exact_mode_trains_as_norm_mode_does_and_logs_every_group(tmp_path, tiny_args):
+    for mode in ("norm", "exact"):
+        train.main(tiny_args(out_dir=tmp_path / mode, gns=mode, gns_calibrate_tokens=0))
+    norm, exact = ([r for r in log.read(tmp_path / m) if "train/loss" in r] for m in ("norm", "exact"))
+    np.testing.assert_allclose([r["train/loss"] for r in norm], [r["train/loss"] for r in exact], rtol=1e-5)
+    np.testing.assert_allclose([r["gns/norm_tr_sigma"] for r in norm], [r["gns/norm_tr_sigma"] for r in exact], rtol=1e-3)
+    for group in GROUPS:
+        assert {f"gns/{group}{end}" for end in ("", "_low", "_high", "_sq_norm", "_tr_sigma")} <= exact[-1].keys()
+    parts = sum(exact[0][f"gns/{g}_tr_sigma"] for g in ("norm", "attention", "mlp", "embedding"))
+    assert exact[0]["gns/total_tr_sigma"] == pytest.approx(parts, rel=1e-5)
+
+
+def test_calibration_takes_exact_steps_at_the_asked_distance_and_finds_the_exact_factor(tmp_path, tiny_args):
+    """With every step exact, the factor is the ratio of the two averages themselves."""
+    common = dict(max_tokens=16_000, gns_half_life_tokens=10**9, learning_rate=0, min_lr=0, batch_schedule="constant")
+    train.main(tiny_args(out_dir=tmp_path / "all", gns_calibrate_tokens=1, **common))
+    train.main(tiny_args(out_dir=tmp_path / "exact", gns="exact", **common))
+    every, exact = ([r for r in log.read(tmp_path / m) if "train/loss" in r][-1] for m in ("all", "exact"))
+    assert every["gns/calibration"] == pytest.approx(exact["gns/total"] / exact["gns/norm"], rel=1e-4)
+    assert every["gns/calibration_low"] < every["gns/calibration"] < every["gns/calibration_high"]
+    assert every["gns/calibrated"] == pytest.approx(exact["gns/total"], rel=1e-4)
+
+    train.main(tiny_args(out_dir=tmp_path / "some", gns_calibrate_tokens=2560, **common))
+    steps = checkpoint.load(str(tmp_path / "some"))["gns"]["calibration"]["updates"]
+    assert steps == 1 + 16_128 // 2560
+
+
+def test_calibration_does_not_change_training(tmp_path, tiny_args):
+    for every in (0, 640):
+        train.main(tiny_args(out_dir=tmp_path / str(every), gns_calibrate_tokens=every))
+    a, b = ([r["train/loss"] for r in log.read(tmp_path / str(e)) if "train/loss" in r] for e in (0, 640))
+    np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_the_interval_from_64_steps_covers_the_long_run_value_of_a_fixed_model(tiny_data):
+    """50 trials of 64 steps against 4,096 steps, all on one model without updates: at least 90% inside."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=16, block_size=16, vocab_size=64))
+    data = batches.Dataset(tiny_data, 16)
+    B, site_params = 8, [p for n, p in model.named_parameters() if "ln_" in n]
+
+    def pairs(first, steps):
+        found = []
+        for i in range(steps):
+            x, y = data.train_batch(1, first + i * B, B, "cpu")
+            probes = torch.zeros(3, 2, B, requires_grad=True)
+            loss = model(x, y, probes=probes)[1]
+            grads = torch.autograd.grad(loss, [probes, *site_params])
+            small = float(grads[0].sum()) * B**2 / B
+            found.append(gns.unbiased_pair(small, sum(float((g**2).sum()) for g in grads[1:]), 1, B))
+        return found
+
+    def scale_of(values):
+        scale = gns.NoiseScale(1e12)
+        for v in values:
+            scale.update(*v, B)
+        return scale
+
+    truth = scale_of(pairs(0, 4096)).gns
+    inside = 0
+    for trial in range(50):
+        interval = scale_of(pairs((5000 + 64 * trial) * B, 64)).interval()
+        inside += interval is not None and interval[0] <= truth <= interval[1]
+    assert inside >= 45

@@ -1,0 +1,195 @@
+"""
+What is measured in a training step, between the probes (model.py) and the noise scale (gns.py).
+
+On the device, once per step and without asking the host: the squared norm of every parameter's gradient, and per site the
+sum over examples of the squared norm of each example's gradient. On the host, once per logged step: which of them
+belong to which group, the unbiased pair of each group, and the averages.
+
+Groups: norm; in exact mode also attention, mlp, embedding, head (if untied), total, and block_0, block_1, ...
+B examples in the step, S sites, P parameters.
+"""
+
+import numpy as np
+import torch
+
+import gns
+
+CALIBRATION_HALF_LIVES = 8  # the factor total/norm changes slowly and is measured rarely: it gets a longer memory
+
+
+class Tracker:
+    def __init__(self, model, optimizer, config, device):
+        self.config, self.device, self.optimizer = config, device, optimizer
+        self.names, self.params = zip(*model.named_parameters())
+        self.sites = {mode: model.probe_sites(mode) for mode in ("norm", "exact")}
+        self.members = {mode: membership(sites, self.names) for mode, sites in self.sites.items()}
+        covered = self.members["exact"]["total"][1]
+        assert covered.all(), f"no site for {[n for n, c in zip(self.names, covered) if not c]}"
+        groups = {"off": [], "norm": ["norm"], "exact": list(self.members["exact"])}[config.gns]
+        self.groups = groups
+        self.scales = {group: self.new_scale() for group in groups}
+        if config.gns_adam:
+            self.scales |= {f"{group}_adam": self.new_scale() for group in groups if not group.startswith("block_")}
+        if config.gns_crosscheck:
+            self.scales |= {f"{group}_micro": self.new_scale() for group in ("norm", "total")}
+        self.calibration = None
+        if config.gns == "norm" and config.gns_calibrate_tokens:
+            self.calibration = gns.Calibration(CALIBRATION_HALF_LIVES * config.gns_half_life_tokens)
+        self.probes, self.taken, self.held, self.micro_sq = {}, [], None, None
+        self.last = {}  # numbers of the newest step alone
+
+    def new_scale(self):
+        return gns.NoiseScale(self.config.gns_half_life_tokens)
+
+    # -- on the device, during a step
+
+    def begin(self, before, after):
+        """What the step from `before` to `after` tokens passes to the model: {} or {probes, metrics}."""
+        config = self.config
+        self.mode, self.metrics = config.gns, None
+        if self.calibration and (before == 0 or before // config.gns_calibrate_tokens < after // config.gns_calibrate_tokens):
+            self.mode = "exact"
+        elif config.gns_adam and config.gns != "off":
+            self.metrics = adam_metrics(self.optimizer, self.tracked_parameters())
+        self.taken, self.held, self.micro_sq = [], None, None
+        if self.mode == "off":
+            return {}
+        return {"probes": self.zeros(len(self.sites[self.mode]), 4 if self.metrics else 2), "metrics": self.metrics}
+
+    def zeros(self, sites, rows):
+        key = (sites, rows)
+        if key not in self.probes:
+            self.probes[key] = torch.zeros(sites, rows, self.config.micro_batch_size, device=self.device, requires_grad=True)
+        return self.probes[key]
+
+    def tracked_parameters(self):
+        return [(n, p) for n, p in zip(self.names, self.params) if self.mode == "exact" or ".ln_" in f".{n}"]
+
+    def take(self, given, accum):
+        """After the backward pass of one micro-batch: keep its norms, and, for the cross-check, its whole gradient's."""
+        if given:
+            self.taken.append(given["probes"].grad)
+            given["probes"].grad = None
+        if self.config.gns_crosscheck:
+            grads = [p.grad for p in self.params]
+            sq = torch.stack(torch._foreach_norm(grads)).float().square() * accum**2  # of the micro-batch's own mean
+            self.micro_sq = sq / accum if self.micro_sq is None else self.micro_sq + sq / accum
+            if self.held is None:
+                self.held = grads
+            else:
+                torch._foreach_add_(self.held, grads)
+            for p in self.params:
+                p.grad = None
+
+    def release(self):
+        """The accumulated gradient, where the cross-check kept it apart from the parameters."""
+        if self.held is not None:
+            for p, held in zip(self.params, self.held):
+                p.grad = held
+
+    def finish(self, loss, n_local, loss_scale):
+        """The step's numbers as {name: tensor}, before clipping. `n_local` examples had a share 1/n_local in the loss, so
+        backward held c_b = loss_scale * g_b / n_local: |g_b|^2 = (n_local / loss_scale)^2 |c_b|^2."""
+        grads = [p.grad for p in self.params]
+        param_sq = torch.stack(torch._foreach_norm(grads)).float().square()
+        bad = torch.logical_not(torch.isfinite(param_sq.sum()) & torch.isfinite(loss)).float()
+        record = {"loss": loss, "bad": bad, "param_sq": param_sq}
+        if self.taken:
+            sq = torch.cat(self.taken, -1) * (n_local / loss_scale) ** 2  # (S, 2 or 4, B)
+            record["site_sq"] = sq[:, :2].sum((1, 2))
+            example = sq[:, :2].sum((0, 1))  # (B,): squared norm of each example's gradient over all sites
+            record["example"] = torch.stack([example.max(), example.median(), example.std(correction=1)
+                                             if len(example) > 1 else example.new_zeros(())])
+            if self.metrics:
+                record["site_psq"] = sq[:, 2:].sum((1, 2))
+                weighted = {n: (self.metrics[n] * p.grad.square()).sum() for n, p in self.tracked_parameters()}
+                zero = param_sq.new_zeros(())
+                record["param_psq"] = torch.stack([weighted.get(n, zero) for n in self.names])
+        if self.micro_sq is not None:
+            record["micro_sq"] = self.micro_sq / loss_scale**2
+        return record
+
+    # -- on the host, for every step in order
+
+    def absorb(self, record, mode, B, tokens):
+        """Bring the averages up to date with one step; record {name: float64 array}."""
+        if mode != "off":
+            largest, median, spread = record["example"]
+            self.last = {"gns/example_max": float(largest), "gns/example_median": float(median)}
+        if B == 1:
+            return  # one example says nothing about noise
+        pairs = {}
+        for group, (sites, params) in self.members.get(mode, {}).items():
+            pairs[group] = pair(record["site_sq"][sites], record["param_sq"][params], B)
+            if group in self.scales:
+                self.scales[group].update(*pairs[group], tokens)
+            if "site_psq" in record and f"{group}_adam" in self.scales:
+                self.scales[f"{group}_adam"].update(*pair(record["site_psq"][sites], record["param_psq"][params], B), tokens)
+        if self.calibration and mode == "exact":
+            self.calibration.update(pairs["total"], pairs["norm"], tokens)
+        if "micro_sq" in record and B > self.config.micro_batch_size:
+            for group in ("norm", "total"):
+                params = self.members["exact"][group][1]
+                small, big = float(record["micro_sq"][params].sum()), float(record["param_sq"][params].sum())
+                self.scales[f"{group}_micro"].update(
+                    *gns.unbiased_pair(small, big, self.config.micro_batch_size, B), tokens)
+        if mode != "off":
+            # jackknife over examples of the mean `small`, with `big` held: leaving one out moves it by spread / sqrt(B)
+            error = float(spread) / B**0.5
+            self.last |= {"gns/step_sq_norm_se": error / (B - 1), "gns/step_tr_sigma_se": error / (1 - 1 / B)}
+
+    def row(self):
+        """The keys of a log line."""
+        row = dict(self.last)
+        for name, scale in self.scales.items():
+            low, high = scale.interval() or (None, None)
+            row |= {f"gns/{name}": scale.gns, f"gns/{name}_low": low, f"gns/{name}_high": high,
+                    f"gns/{name}_sq_norm": scale.sq_norm, f"gns/{name}_tr_sigma": scale.tr_sigma}
+        if self.calibration:
+            for name, value in (("calibration", self.calibration.factor()),
+                                ("calibrated", self.calibration.apply(self.scales["norm"]))):
+                value, low, high = value or (None, None, None)
+                row |= {f"gns/{name}": value, f"gns/{name}_low": low, f"gns/{name}_high": high}
+        return row
+
+    def state_dict(self):
+        return {"scales": {name: scale.state_dict() for name, scale in self.scales.items()},
+                "calibration": self.calibration.state_dict() if self.calibration else None}
+
+    def load_state_dict(self, state):
+        for name, scale in self.scales.items():
+            scale.load_state_dict(state["scales"][name])
+        if self.calibration:
+            self.calibration.load_state_dict(state["calibration"])
+
+
+def membership(sites, names):
+    """{group: (mask over sites, mask over parameters)}; a site's bias goes with its weight."""
+    groups, own = {}, {"norm": lambda s: s[1] == "norm"}
+    if any(group != "norm" for _, group, _ in sites):
+        kinds = [g for g in ("attention", "mlp", "embedding", "head") if any(s[1] == g for s in sites)]
+        layers = sorted({s[2] for s in sites if s[2] is not None})
+        own |= {g: (lambda s, g=g: s[1] == g) for g in kinds}
+        own |= {"total": lambda s: True}
+        own |= {f"block_{i}": (lambda s, i=i: s[2] == i) for i in layers}
+    for group, belongs in own.items():
+        inside = {s[0] for s in sites if belongs(s)}
+        inside |= {n.removesuffix("weight") + "bias" for n in inside}
+        groups[group] = (np.array([belongs(s) for s in sites]), np.array([n in inside for n in names]))
+    return groups
+
+
+def pair(example_sq, param_sq, B):
+    return gns.unbiased_pair(float(example_sq.sum()) / B, float(param_sq.sum()), 1, B)
+
+
+def adam_metrics(optimizer, named):
+    """{name: p_j = 1 / (sqrt(v_hat_j) + eps)}, the metric that Adam steps in, or None before its first step."""
+    state = [optimizer.state.get(p) for _, p in named]
+    if not all(state):
+        return None
+    group = optimizer.param_groups[0]
+    correction = 1 - group["betas"][1] ** state[0]["step"]
+    denominators = torch._foreach_add(torch._foreach_sqrt(torch._foreach_div([s["exp_avg_sq"] for s in state], correction)),
+                                      group["eps"])
+    return {name: p for (name, _), p in zip(named, torch._foreach_reciprocal(denominators))}
