@@ -92,13 +92,17 @@ def draw_noise(ax, rows, name, color, alone):
     tokens, batch = series(rows, "batch_size")
     ax.step(tokens, batch, color=COLORS[1] if alone else color, ls="--", where="post",
             label="batch size" if alone else f"{name}, batch")
-    tokens, value = series(rows, "gns/norm")
-    if not tokens:
+    measured = [row for row in rows if "gns/norm" in row]
+    if not measured:
         return
-    positive = [max(v, 1e-1) for v in series(rows, "gns/norm_low")[1]]
-    ax.fill_between(tokens, positive, series(rows, "gns/norm_high")[1], color=color, alpha=0.2, lw=0,
+    key = log.noise_key(measured)
+    tokens, value = series(measured, key)
+    low, high = (series(measured, key + end)[1] for end in ("_low", "_high"))
+    ax.fill_between(tokens, [max(v, 1e-2) for v in low], high, color=color, alpha=0.2, lw=0,
                     label="95% interval" if alone else None)
-    ax.plot(tokens, value, color=color, label="noise scale" if alone else f"{name}, noise scale")
+    ax.plot(tokens, value, color=color, label=f"noise scale, {log.NOISE[key]}" if alone else f"{name}, noise scale")
+    if alone and key != "gns/norm":
+        ax.plot(*series(rows, "gns/norm"), color=color, lw=1, ls=":", label="noise scale, the norm layers")
     known = [v for v in value if v == v] + batch
     ax.set_ylim(max(0.5, min(known) / 3), max(known) * 3)
 

@@ -263,12 +263,10 @@ def validation_loss(model, data, config, device, autocast):
 
 def describe(row, config, seconds_left):
     """The line of a logged step."""
-    if config.gns == "off":
-        noise = "gns off"
-    elif row["gns/norm"] is None:
-        noise = "gns undetermined"
-    else:
-        noise = f"gns {row['gns/norm']:.1f} [{row['gns/norm_low']:.1f}, {row['gns/norm_high']:.1f}]"
+    noise = "gns off" if config.gns == "off" else "gns undetermined"
+    found = log.noise(row, log.noise_key([row]))
+    if found:
+        noise = "gns {:.3g} [{:.3g}, {:.3g}]".format(*found)
     return (f"step {row['step']:>6} | {log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%} | "
             f"loss {row['train/loss']:.4f} | batch {row['batch_size']:>3} | {noise:<22} | "
             f"{log.count(row['tok_per_sec']):>5} tok/s, mfu {row['mfu']:3.0%} | {log.duration(seconds_left)} left"
@@ -289,27 +287,35 @@ def summary(config):
 
 
 def noise_summary(steps, config):
+    """Sentences about the noise scale: what it was, what batch it asks for, what the schedule did."""
     if config.gns == "off":
         return ["The noise scale was not measured (gns=off)."]
     if config.batch_size == 1:
         return ["A step of one example has no noise scale: give batch_size=2 or more to measure it."]
-    end = steps[-1]
-    if end["gns/norm"] is None:
+    end, key = steps[-1], log.noise_key(steps)
+    known = [row for row in steps if log.noise(row, key)]
+    if not log.noise(end, key):
         return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
                 "Try a longer gns_half_life_tokens or a larger batch_size."]
-    known = [r for r in steps if r["gns/norm"] is not None]
-    path = [min(known, key=lambda r: abs(r["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
-    over = ", ".join(f"{r['gns/norm']:.0f} at {r['tokens'] / end['tokens']:.0%} (batch {r['batch_size']})" for r in path)
-    g, B = end["gns/norm"], end["batch_size"]
+    g, low, high = log.noise(end, key)
+    path = [min(known, key=lambda row: abs(row["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
+    over = ", ".join(f"{row[key]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']})" for row in path)
+    B = end["batch_size"]
     verdict = (f"{B / g:.1f} times that: steps are cleaner than they need to be, a smaller batch would learn more per token"
                if B > 1.5 * g else
-               f"{g / B:.1f} times smaller: steps are noisy, a larger batch would cost few extra tokens and fewer steps"
+               f"{g / B:.1f} times less: steps are noisy, a larger batch would cost few extra tokens and save steps"
                if g > 1.5 * B else "about that: tokens and steps are well balanced")
-    return [f"Noise scale of the norm layers, in sequences: {over}, and {g:.1f} at the end "
-            f"(95% interval {end['gns/norm_low']:.1f} to {end['gns/norm_high']:.1f}), which is "
-            f"{log.count(g * config.block_size)} tokens.",
-            f"It suggests a batch of about {max(2, round(g))} sequences. This run ended at {B}, {verdict}.",
-            "The whole model's noise scale is proportional to the norm layers', not equal to it."]
+    lines = [f"Noise scale of {log.NOISE[key]}, in sequences: {over}, and {g:.3g} at the end "
+             f"(95% interval {low:.3g} to {high:.3g}), which is {log.count(g * config.block_size)} tokens.",
+             f"It suggests a batch of about {max(2, round(g))} sequences. This run ended at {B}, {verdict}."]
+    if end.get("gns/calibration"):
+        factor, low, high = (end[f"gns/calibration{suffix}"] for suffix in ("", "_low", "_high"))
+        lines.append(f"It is the norm layers' {end['gns/norm']:.3g} times {factor:.2f} (95% interval {low:.2f} to {high:.2f}), "
+                     "measured by exact steps on the way.")
+    elif config.gns == "norm":
+        lines.append("The whole model's noise scale is proportional to the norm layers', not equal to it: "
+                     "gns_calibrate_tokens measures the factor.")
+    return lines
 
 
 def main(argv=None):

@@ -36,7 +36,7 @@ def test_the_report_shows_the_log(tmp_path, monkeypatch):
     noise = next(a for t, a in titles.items() if "batch" in t)
     lines = {line.get_label(): line.get_ydata() for line in noise.lines}
     assert list(lines["batch size"]) == [8 + i for i in range(20)]
-    value = list(lines["noise scale"])
+    value = list(lines["noise scale, the norm layers"])
     assert value[3:] == [10.0 + i for i in range(3, 20)] and value[0] != value[0], "undetermined is a gap"
 
 

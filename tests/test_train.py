@@ -260,7 +260,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_reported(tmp_path, tin
     assert all(torch.isfinite(v).all() for v in saved["model"].values())
     moments = saved["optimizer"]["state"][0]
     assert float(moments["step"]) == len(steps) - 2 and torch.isfinite(moments["exp_avg"]).all()
-    assert saved["gns"]["norm"]["updates"] == len(steps) - 2
+    assert saved["gns"]["scales"]["norm"]["updates"] == len(steps) - 2
 
 
 def test_ten_bad_steps_in_a_row_stop_the_run_with_advice_and_a_good_checkpoint(tmp_path, tiny_args, monkeypatch, capsys):
