@@ -123,6 +123,8 @@ class Tracker:
             pairs[group] = pair(record["site_sq"][sites], record["param_sq"][params], B)
             if group in self.scales:
                 self.scales[group].update(*pairs[group], tokens)
+                sq_norm, tr_sigma = pairs[group]
+                self.last |= {f"gns/{group}_step_sq_norm": sq_norm, f"gns/{group}_step_tr_sigma": tr_sigma}
             if "site_psq" in record and f"{group}_adam" in self.scales:
                 self.scales[f"{group}_adam"].update(*pair(record["site_psq"][sites], record["param_psq"][params], B), tokens)
         if self.calibration and mode == "exact":
