@@ -138,7 +138,7 @@ def kernel(args):
     impl, reason = ln_kernel.choose_impl("cpu")
     print(f"{hardware.cpu_name()}, {torch.get_num_threads()} threads; ours = {impl} ({reason})")
     if os.getloadavg()[0] > 0.5:
-        print(f"This machine is busy (load {os.getloadavg()[0]:.1f}): threads wait for each other, and all times run together.")
+        print(f"This machine is busy (load {os.getloadavg()[0]:.1f}): threads wait for each other, and ratios blur.")
     print("Time ratios, forward / backward / both:")
     print(f"{'dtype':9}{'B, T, C':>16} {'torch ms':>9}  " + "".join(f"{a + ' / ' + b:>24}" for a, b in RATIOS))
     shapes = []
