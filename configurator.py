@@ -75,8 +75,9 @@ class Config:
     # -- noise scale
     gns: str = opt("norm", "norm: from the norm layers, for free; exact: every parameter, layer by layer, slower",
                    ("off", "norm", "exact"))
-    gns_half_life_tokens: int = opt(250_000, "averages forget half in this many tokens: longer is steadier, later")
-    gns_calibrate_tokens: int = opt(50_000, "one exact step in so many tokens measures the factor from the norm layers' "
+    gns_half_life_tokens: int = opt(250_000, "averages forget half in so many tokens (or a fifth of those seen, if less): "
+                                             "longer is steadier, later")
+    gns_calibrate_tokens: int = opt(25_000, "one exact step in so many tokens measures the factor from the norm layers' "
                                             "noise scale to the whole model's; 0 = never")
     gns_adam: bool = opt(True, "also the noise scale in the metric that Adam steps in (each coordinate over sqrt(v))")
     gns_crosscheck: bool = opt(False, "also the classical estimate, micro-batch gradients against the whole: noisier, "

@@ -131,9 +131,9 @@ def groups_of(rows):
     return kinds, [k for k in keys if k.startswith("block_")]
 
 
-def smoothed(rows, group, half_life_tokens):
+def smoothed(rows, group, half_life_tokens, early=0.2):
     """The noise scale of a group after each row, from the rows' own pairs, smoothed anew. NaN where undetermined."""
-    scale, found, tokens = gns.NoiseScale(half_life_tokens), [], 0
+    scale, found, tokens = gns.NoiseScale(half_life_tokens, early), [], 0
     for row in rows:
         scale.update(row[f"gns/{group}_step_sq_norm"], row[f"gns/{group}_step_tr_sigma"], row["tokens"] - tokens)
         tokens = row["tokens"]

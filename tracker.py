@@ -14,6 +14,8 @@ import torch
 
 import gns
 
+EARLY = 0.2  # averages never look back further than about this share of the tokens seen so far
+
 
 class Tracker:
     def __init__(self, model, optimizer, config, device):
@@ -32,12 +34,12 @@ class Tracker:
             self.scales |= {f"{group}_micro": self.new_scale() for group in ("norm", "total")}
         self.calibration = None
         if config.gns == "norm" and config.gns_calibrate_tokens:
-            self.calibration = gns.Calibration(config.gns_half_life_tokens)
+            self.calibration = gns.Calibration(config.gns_half_life_tokens, EARLY)
         self.probes, self.taken, self.held, self.micro_sq = {}, [], None, None
         self.last = {}  # numbers of the newest step alone
 
     def new_scale(self):
-        return gns.NoiseScale(self.config.gns_half_life_tokens)
+        return gns.NoiseScale(self.config.gns_half_life_tokens, EARLY)
 
     # -- on the device, during a step
 
@@ -125,11 +127,9 @@ class Tracker:
             if "site_psq" in record and f"{group}_adam" in self.scales:
                 self.scales[f"{group}_adam"].update(*pair(record["site_psq"][sites], record["param_psq"][params], B), tokens)
         if self.calibration:
-            sites, params = self.members[mode]["norm"]
-            self.calibration.update(
-                float(record["site_sq"][sites].sum()) / B, float(record["param_sq"][params].sum()),
-                float(record["param_sq"].sum()), B, tokens,
-                small_total=float(record["site_sq"].sum()) / B if mode == "exact" else None)
+            pairs = [pair(record["site_sq"][sites], record["param_sq"][params], B)
+                     for sites, params in (self.members[mode][g] for g in ("total", "norm"))] if mode == "exact" else ()
+            self.calibration.update(self.scales["norm"], tokens, *pairs)
         if "micro_sq" in record and B > self.config.micro_batch_size:
             for group in ("norm", "total"):
                 params = self.members["exact"][group][1]
@@ -150,7 +150,7 @@ class Tracker:
                     f"gns/{name}_sq_norm": scale.sq_norm, f"gns/{name}_tr_sigma": scale.tr_sigma}
         if self.calibration:
             for name, value in (("calibration", self.calibration.factor()),
-                                ("calibrated", self.calibration.total())):
+                                ("calibrated", self.calibration.apply(self.scales["norm"]))):
                 value, low, high = value or (None, None, None)
                 row |= {f"gns/{name}": value, f"gns/{name}_low": low, f"gns/{name}_high": high}
         return row
