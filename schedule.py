@@ -155,7 +155,8 @@ class Controller:
     target = batch_gns_factor x noise scale, within [batch_size_start, batch_size]. At factor 1 the batch is the noise
     scale: twice the fewest possible tokens, in twice the fewest possible steps (McCandlish et al. 2018). It grows
     only if factor x the lower end of the 95% interval is above the batch by the margin, to at most twice the batch, and
-    not before the dwell is over; it shrinks only if allowed, by the same rule mirrored. Undetermined means hold.
+    not before the dwell is over; it shrinks only if allowed, by the same rule mirrored, and each change of direction
+    doubles the dwell before the next one: errors of the estimate cannot keep it swinging. Undetermined means hold.
     """
 
     def __init__(self, config, quantum):
@@ -163,6 +164,7 @@ class Controller:
         self.factor, self.margin, self.shrink = config.batch_gns_factor, config.batch_gns_margin, config.batch_shrink
         self.dwell = config.batch_gns_dwell_tokens or config.gns_half_life_tokens
         self.batch, self.moved_tokens, self.reason = self.smallest, 0, ""
+        self.direction, self.turns = 1, 0  # of the last move; how often it changed
 
     def decide(self, tokens, noise):
         """Look at `noise`, (value, low, high) or None, after `tokens`. Returns the words for the log: of every move, and
@@ -170,6 +172,9 @@ class Controller:
         batch, reason, words = self.judge(tokens, noise)
         if batch != self.batch:
             text = f"batch {self.batch} -> {batch}: {words}"
+            direction = 1 if batch > self.batch else -1
+            self.turns += direction != self.direction
+            self.direction = direction
             self.batch, self.moved_tokens, self.reason = batch, tokens, "dwell"
             return text
         if reason == self.reason:
@@ -188,14 +193,18 @@ class Controller:
             return batch, "undetermined", "the noise scale is undetermined"
         value, low, high = (self.factor * v for v in noise)
         says = "noise scale {:.4g} [{:.4g}, {:.4g}]".format(*noise) + (f" x {self.factor:g}" if self.factor != 1 else "")
-        if low > batch * (1 + self.margin):
+        wanted = 1 if low > batch * (1 + self.margin) else -1 if high < batch / (1 + self.margin) else 0
+        turned = self.moved_tokens + self.dwell * 2 ** (self.turns + 1)
+        if self.shrink and wanted == -self.direction and tokens < turned:
+            return batch, "turn", f"{says} asks for the other direction, which waits until {turned:,} tokens"
+        if wanted > 0:
             new = min(to_quanta(value, self.quantum), 2 * batch, self.largest)
             if batch == self.largest:
                 return batch, "limit", f"{says} asks for more than batch_size={self.largest}"
             if new > batch:
                 return new, "", f"{says}, its lower end is above the batch by more than {self.margin:.0%}"
             return batch, "quantum", f"{says} asks for less than {self.quantum} more, the smallest step there is"
-        if high < batch / (1 + self.margin):
+        if wanted < 0:
             if not self.shrink:
                 return batch, "no shrink", f"{says} asks for less, which batch_shrink=False rules out"
             new = max(to_quanta(value, self.quantum), to_quanta(batch / 2, self.quantum), self.smallest)
@@ -207,7 +216,7 @@ class Controller:
         return batch, "margin", f"{says}, not clear of the batch by {self.margin:.0%}"
 
     def state_dict(self):
-        return {"batch": self.batch, "moved_tokens": self.moved_tokens, "reason": self.reason}
+        return {key: getattr(self, key) for key in ("batch", "moved_tokens", "reason", "direction", "turns")}
 
     def load_state_dict(self, state):
         vars(self).update(state)
