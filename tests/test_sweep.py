@@ -113,3 +113,51 @@ def test_a_folder_that_is_no_run_and_a_failing_run_are_one_clear_line(tmp_path, 
     assert "no readable config.json" in capsys.readouterr().err
     with pytest.raises(sweep.ConfigError, match="ended with 2: error: .*nowhere"):
         sweep.run_training(Config(dataset="nowhere"), out_dir=str(tmp_path / "new"))
+
+
+# -- experiments/batch_schedule.py
+
+def in_process(monkeypatch):
+    """Runs in this process, one after the other, without pictures: a start of Python takes longer than they do."""
+    import plot
+    calls = []
+
+    def run_training(config, **changes):
+        calls.append(changes["out_dir"])
+        assert train.main([f"--{k}={v}" for k, v in {**vars(config), **changes}.items()]) == 0
+    monkeypatch.setattr(sweep, "run_training", run_training)
+    monkeypatch.setattr(sweep, "run_all", lambda jobs, at_once: [job() for job in jobs])
+    monkeypatch.setattr(plot, "report", lambda out_dir: f"{out_dir}/report.png")
+    return calls
+
+
+def test_the_batch_schedule_experiment_runs_reports_and_is_not_run_twice(tmp_path, tiny_data, monkeypatch, capsys):
+    from experiments import batch_schedule
+    calls = in_process(monkeypatch)
+    arguments = ["--tiny", "--seeds", "1", "--out", str(tmp_path / "out"), "--results", str(tmp_path), f"--dataset={tiny_data}"]
+    assert batch_schedule.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "The paper:" in text and "18%" in text and "Here:" in text and "constant batch" in text
+    assert len(calls) == len(set(calls)) == 2 * 3 + 2
+    result = json.load(open(tmp_path / "batch_schedule.json"))
+    assert list(result["groups"])[:3] == ["fixed", "linear", "gns"] and result["finding"].startswith("Here:")
+    assert os.path.getsize(tmp_path / "batch_schedule.png") > 20_000
+    assert batch_schedule.main(arguments) == 0 and len(calls) == 8, "nothing is run again"
+
+
+def test_the_finding_says_what_came_out_whichever_way():
+    from experiments import batch_schedule
+
+    def group(tokens, steps, base=(1000, 100)):
+        value = {m: {"mean": v, "low": v, "high": v, "std": None, "runs": 1} for m, v in
+                 (("tokens", tokens), ("steps", steps), ("seconds", 1.0))} if tokens else dict.fromkeys(
+                     ("tokens", "steps", "seconds"))
+        less = {m: value[m] and {"mean": 1 - value[m]["mean"] / b} for m, b in zip(("tokens", "steps"), base)}
+        return {"runs": 1, "at_target": {"reached": 1 if tokens else 0, **value, "less": less}}
+    fixed, linear = group(1000, 100), group(900, 95)
+    text = batch_schedule.finding({"groups": {"fixed": fixed, "linear": linear, "gns": group(800, 90),
+                                              "constant 8": group(780, 150), "constant 16": group(790, 80)}})
+    assert "20% fewer tokens and 10% fewer steps: a saving" in text and "(constant 8)" in text
+    assert text.endswith("constant 16 beats it in both.")
+    text = batch_schedule.finding({"groups": {"fixed": fixed, "linear": linear, "gns": group(None, None)}})
+    assert "did not reach" in text
