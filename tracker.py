@@ -125,12 +125,8 @@ class Tracker:
                 self.scales[group].update(*pairs[group], tokens)
             if "site_psq" in record and f"{group}_adam" in self.scales:
                 self.scales[f"{group}_adam"].update(*pair(record["site_psq"][sites], record["param_psq"][params], B), tokens)
-        if self.calibration and mode == "exact" and self.scales["norm"].gns:
-            # in units of the norm layers' present averages: |G|^2 falls by orders of magnitude in the first steps, and one
-            # early step would outweigh all later ones and leave the factor undetermined for the whole run
-            units = self.scales["norm"].sq_norm, self.scales["norm"].tr_sigma
-            total, norm = ([value / unit for value, unit in zip(pairs[group], units)] for group in ("total", "norm"))
-            self.calibration.update(total, norm, tokens)
+        if self.calibration and mode == "exact":
+            self.calibration.update(pairs["total"], pairs["norm"], tokens)
         if "micro_sq" in record and B > self.config.micro_batch_size:
             for group in ("norm", "total"):
                 params = self.members["exact"][group][1]
