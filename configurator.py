@@ -59,7 +59,7 @@ class Config:
                                                 "compute", ("none", "block"))
     # -- batch
     micro_batch_size: int = opt(8, "sequences in one forward pass: what fits into memory and is fast")
-    batch_size: int = opt(64, "sequences in one optimizer step (the last, if scheduled); a multiple of micro_batch_size")
+    batch_size: int = opt(32, "sequences in one optimizer step (the last, if scheduled); a multiple of micro_batch_size")
     batch_schedule: str = opt("linear", "linear: from batch_size_start to batch_size over the run, as in the paper; gns: "
                                         "follows the noise scale between the two", schedule.KINDS)
     batch_size_start: int = opt(8, "first batch of linear, smallest of gns")
@@ -73,8 +73,8 @@ class Config:
                                          "of the average is new")
     batch_shrink: bool = opt(False, "for gns: may the batch also shrink; off because the noise scale grows in most runs")
     # -- optimisation; everything is counted in tokens, since steps change size
-    max_tokens: int = opt(3_000_000, "the end of the run: about two minutes on two CPU cores")
-    warmup_tokens: int = opt(150_000, "linear from 0; 5% is ample at this size")
+    max_tokens: int = opt(2_500_000, "the end of the run: about two minutes on two CPU cores")
+    warmup_tokens: int = opt(125_000, "linear from 0; 5% is ample at this size")
     decay_tokens: int = opt(0, "where the learning rate reaches min_lr; 0 = max_tokens")
     learning_rate: float = opt(2e-3, "peak; small models like more than the usual 3e-4")
     min_lr: float = opt(2e-4, "a tenth of the peak, as in the paper; 0 decays to zero")

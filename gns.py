@@ -119,48 +119,86 @@ class NoiseScale:
 
 
 class Calibration:
-    """The factor from the norm layers' noise scale to the whole model's, from steps in which both were measured.
+    """The whole model's noise scale from the norm layers' per-example norms, with a few exact steps in between.
 
-    factor = (S_t / G_t) / (S_n / G_n) of the averaged pairs (t total, n norm). Both come from the same examples, so their
-    errors largely cancel; the interval is the delta method's on log(factor), with all covariances.
+    |G|^2 of the whole model is known in every step; what is missing is `small`, the mean squared norm of the whole
+    per-example gradient. Exact steps measure its ratio to the norm layers' `small`, kappa. Both are means over the same
+    examples, so kappa is known to a few per cent from a handful of exact steps, and kappa * small_norm stands in for
+    small_total in all the others. Hence the pair of the whole model in every step, its noise scale, and the factor to the
+    norm layers' noise scale.
     """
 
+    MEMORY = 8  # kappa is measured rarely and changes slowly: its half-life is so many times that of the pairs
+
     def __init__(self, half_life_tokens):
-        self.averages = Averages(4, half_life_tokens)
+        self.reference = Averages(1, half_life_tokens)  # small_norm of all steps: takes the drift of scale out of kappa
+        self.smalls = Averages(2, self.MEMORY * half_life_tokens)  # (small_total, small_norm) / reference, exact steps
+        self.pairs = Averages(4, half_life_tokens)  # (S_total, G_total, S_norm, G_norm), all steps once kappa is known
+        self.n_big = 0  # of the newest step
 
-    def update(self, total_pair, norm_pair, tokens):
-        """Pairs are (sq_norm, tr_sigma), as unbiased_pair gives them."""
-        self.averages.update((total_pair[1], total_pair[0], norm_pair[1], norm_pair[0]), tokens)
+    def update(self, small_norm, big_norm, big_total, n_big, tokens, small_total=None):
+        """One step of n_big examples; small_total where it was exact."""
+        if small_total is not None:
+            reference = self.reference.means()[0] if self.reference.updates else small_norm
+            if reference > 0:
+                self.smalls.update((small_total / reference, small_norm / reference), tokens)
+        self.reference.update((small_norm,), tokens)
+        kappa = self.kappa()
+        if kappa is None:
+            return
+        total = unbiased_pair(kappa[0] * small_norm if small_total is None else small_total, big_total, 1, n_big)
+        norm = unbiased_pair(small_norm, big_norm, 1, n_big)
+        self.pairs.update((total[1], total[0], norm[1], norm[0]), tokens)
+        self.n_big = n_big
 
-    def factor(self, level=0.95):
-        """(factor, low, high), or None while undetermined: some average not clearly above zero."""
-        z = self.averages.quantile(level)
+    def kappa(self, level=0.95):
+        """(small_total / small_norm, half-width of the interval of its logarithm), or None before two exact steps."""
+        z = self.smalls.quantile(level)
         if z is None:
             return None
-        mean, cov = self.averages.means(), self.averages.covariance()
+        (total, norm), cov = self.smalls.means(), self.smalls.covariance()
+        variance = cov[0][0] / total**2 - 2 * cov[0][1] / (total * norm) + cov[1][1] / norm**2
+        return total / norm, z * math.sqrt(max(variance, 0.0))
+
+    def total(self, level=0.95):
+        """(noise scale of the whole model, low, high), or None while undetermined."""
+        z = self.pairs.quantile(level)
+        if z is None:
+            return None
+        (s, g, _, _), cov = self.pairs.means(), self.pairs.covariance()
+        interval = ratio_interval(s, g, max(cov[0][0], 0.0), cov[0][1], max(cov[1][1], 0.0), z)
+        if interval is None or s <= 0:
+            return None
+        wider = self._kappa_error(s, g, level)
+        low = 0.0 if interval[0] <= 0 else s / g * math.exp(-math.hypot(math.log(s / g / interval[0]), wider))
+        return s / g, low, s / g * math.exp(math.hypot(math.log(interval[1] * g / s), wider))
+
+    def factor(self, level=0.95):
+        """(whole model's noise scale / norm layers', low, high), or None: some average not clearly above zero. Both come
+        from the same examples, so their errors largely cancel: the delta method on the logarithm, with all covariances."""
+        z = self.pairs.quantile(level)
+        if z is None:
+            return None
+        mean, cov = self.pairs.means(), self.pairs.covariance()
         if any(m <= z * math.sqrt(max(cov[i][i], 0.0)) for i, m in enumerate(mean)):
             return None
         slope = [sign / m for sign, m in zip((1, -1, -1, 1), mean)]  # d log(factor) / d mean
         spread = z * math.sqrt(max(sum(slope[i] * cov[i][j] * slope[j] for i in range(4) for j in range(4)), 0.0))
+        spread = math.hypot(spread, self._kappa_error(mean[0], mean[1], level))
         value = mean[0] / mean[1] / (mean[2] / mean[3])
         return value, value * math.exp(-spread), value * math.exp(spread)
 
-    def apply(self, scale):
-        """The whole model's noise scale (value, low, high) from the norm layers', or None. Relative errors of the two
-        are added in quadrature: the calibration steps are few among the steps behind `scale`."""
-        factor, interval = self.factor(), scale.interval()
-        if factor is None or interval is None or interval[0] <= 0:
-            return None
-        value = factor[0] * scale.gns
-        down = math.hypot(math.log(factor[0] / factor[1]), math.log(scale.gns / interval[0]))
-        up = math.hypot(math.log(factor[2] / factor[0]), math.log(interval[1] / scale.gns))
-        return value, value * math.exp(-down), value * math.exp(up)
+    def _kappa_error(self, s, g, level):
+        """How far an error of kappa moves log(S / G): small = S + G enters S with B/(B-1) and G with -1/(B-1)."""
+        return self.kappa(level)[1] * (s + g) * (self.n_big / s + 1 / g) / (self.n_big - 1)
 
     def state_dict(self):
-        return self.averages.state_dict()
+        return {"n_big": self.n_big, **{k: getattr(self, k).state_dict() for k in ("reference", "smalls", "pairs")}}
 
     def load_state_dict(self, state):
-        self.averages.load_state_dict(state)
+        self.n_big = state["n_big"]
+        for k in ("reference", "smalls", "pairs"):
+            getattr(self, k).load_state_dict(state[k])
 
 
 def ratio_interval(m_s, m_g, v_ss, v_sg, v_gg, z):

@@ -6,9 +6,11 @@ Pictures of runs, from their log.jsonl alone.
     python plot.py out/run_a out/run_b --out=a.png
     python plot.py --compare fixed=out/a,out/b linear=out/c,out/d    # what it took to reach each loss, over seeds:
                                                                      # a table, compare.json and compare.png
+    python plot.py --layers out/exact               # a run with gns=exact: phase plot, groups, blocks, regression
 """
 
 import argparse
+import math
 import os
 import sys
 
@@ -16,6 +18,7 @@ import numpy as np
 
 import checkpoint
 import configurator
+import gns
 import log
 from configurator import ConfigError
 
@@ -137,13 +140,13 @@ def curve(rows, source):
     tokens = np.array([r["tokens"] for r in points], dtype=float)
     loss = np.array([r[f"{source}/loss"] for r in points], dtype=float)
     if source == "train":
-        loss = smoothed(tokens, loss, SMOOTHING * tokens[-1])
+        loss = smoothed_loss(tokens, loss, SMOOTHING * tokens[-1])
     clock = ([0, *(r["step"] for r in steps)], [0.0, *(r.get("seconds", np.nan) for r in steps)])
     number = np.array([r["step"] for r in points], dtype=float)
     return {"tokens": tokens, "steps": number, "seconds": np.interp(number, *clock), "loss": loss}
 
 
-def smoothed(tokens, loss, half_life):
+def smoothed_loss(tokens, loss, half_life):
     """Average over the tokens so far that forgets half in half_life, corrected at the start."""
     total = weight = before = 0.0
     result = []
@@ -335,6 +338,106 @@ def parse_groups(words):
     return groups
 
 
+
+
+def groups_of(rows):
+    """Groups of an exact run that have a pair in every step, total first, blocks apart."""
+    keys = [k.removeprefix("gns/").removesuffix("_step_tr_sigma") for k in rows[-1] if k.endswith("_step_tr_sigma")]
+    kinds = [k for k in ("total", "norm", "attention", "mlp", "embedding", "head") if k in keys]
+    return kinds, [k for k in keys if k.startswith("block_")]
+
+
+def smoothed(rows, group, half_life_tokens):
+    """The noise scale of a group after each row, from the rows' own pairs, smoothed anew. NaN where undetermined."""
+    scale, found, tokens = gns.NoiseScale(half_life_tokens), [], 0
+    for row in rows:
+        scale.update(row[f"gns/{group}_step_sq_norm"], row[f"gns/{group}_step_tr_sigma"], row["tokens"] - tokens)
+        tokens = row["tokens"]
+        found.append(scale.tr_sigma / scale.sq_norm if scale.sq_norm > 0 else float("nan"))
+    return np.array(found)
+
+
+def regression(total, part, blocks=10):
+    """Slope and Pearson r of total on part, and the slope's 95% interval: a jackknife over contiguous stretches of the run,
+    since neighbouring values share their examples."""
+    def fit(keep):
+        x, y = part[keep], total[keep]
+        return np.polyfit(x, y, 1)[0], np.corrcoef(x, y)[0, 1]
+    known = np.flatnonzero(np.isfinite(total) & np.isfinite(part))
+    slope, r = fit(known)
+    without = np.array([fit(np.setdiff1d(known, stretch))[0] for stretch in np.array_split(known, blocks)])
+    error = math.sqrt((blocks - 1) / blocks * ((without - without.mean()) ** 2).sum())
+    z = gns.student_t(0.95, blocks - 1)
+    return {"slope": slope, "slope_low": slope - z * error, "slope_high": slope + z * error, "r": r}
+
+
+def layer_numbers(rows, burn_in=0.1):
+    """{smoothing half-life in tokens: {group: regression of the total on it}}, the first part of the run left out."""
+    end, kinds = rows[-1]["tokens"], groups_of(rows)[0]
+    late = np.array([row["tokens"] > burn_in * end for row in rows])
+    numbers = {}
+    for share in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2):
+        half_life = int(share * end)
+        total = smoothed(rows, "total", half_life)[late]
+        numbers[half_life] = {g: regression(total, smoothed(rows, g, half_life)[late]) for g in kinds if g != "total"}
+    return numbers
+
+
+def layers(out_dir, path=None):
+    """Inside the model, from a run with gns=exact: phase plot, noise scale per group and per block, and how well each group
+    predicts the total (Gray et al. 2024, figures 5 and 7). Returns (path of the PNG, the regression's numbers)."""
+    rows = [r for r in load(out_dir) if r.get("gns/total_step_tr_sigma") is not None]
+    if len(rows) < 20:
+        raise ConfigError(f"{out_dir}: {len(rows)} logged steps with gns=exact, at least 20 are needed "
+                          "(log_interval=1 logs all)")
+    path = path or os.path.join(out_dir, "layers.png")
+    (kinds, blocks), numbers = groups_of(rows), layer_numbers(rows)
+    plt = pyplot()
+    figure, ((phase, over), (depth, fit)) = plt.subplots(2, 2, figsize=(11, 8.2), layout="constrained")
+    nan = float("nan")
+    for color, group in zip(COLORS, kinds):
+        signal, noise = (series(rows, f"gns/{group}_{part}")[1] for part in ("sq_norm", "tr_sigma"))
+        signal, noise = ([v if v and v > 0 else nan for v in values] for values in (signal, noise))
+        phase.plot(signal, noise, color=color, lw=1.2)
+        phase.plot(signal[-1:], noise[-1:], "o", color=color, label=group)
+        over.plot(*series(rows, f"gns/{group}"), color=color, label=group, lw=2.4 if group == "total" else 1.5)
+        if group != "total":
+            half_lives = list(numbers)
+            fit.plot(half_lives, [numbers[h][group]["r"] for h in half_lives], color=color, marker="o", ms=4,
+                     label=f"{group}: slope {numbers[half_lives[-1]][group]['slope']:.2f}")
+    shades = plt.get_cmap("viridis")
+    for i, block in enumerate(blocks):
+        depth.plot(*series(rows, f"gns/{block}"), color=shades(0.9 * i / len(blocks)), label=block.replace("_", " "))
+    for ax, title, x, y in ((phase, "Phase plot (dot: end of the run)", "signal, |G|²", "noise, tr Σ"),
+                            (over, "Noise scale by group (sequences)", "tokens", ""),
+                            (depth, "Noise scale by block (sequences)", "tokens", ""),
+                            (fit, "Pearson r with the total", "smoothing half-life (tokens)", "")):
+        ax.set_title(title)
+        ax.set_xlabel(x)
+        ax.set_ylabel(y)
+        ax.legend()
+    phase.set_xscale("log")
+    phase.set_yscale("log")
+    fit.set_xscale("log")
+    fit.set_ylim(top=1.02)
+    for ax in (over, depth):
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+    for ax in (over, depth, fit):
+        ax.xaxis.set_major_formatter(lambda v, _: log.count(v))
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path, numbers
+
+
+def layers_table(numbers):
+    lines = ["total on group: slope (95% interval), Pearson r, by smoothing half-life in tokens"]
+    for half_life, groups in numbers.items():
+        lines.append(f"{log.count(half_life):>6}  " + "  ".join(
+            f"{g} {n['slope']:.2f} ({n['slope_low']:.2f} to {n['slope_high']:.2f}), {n['r']:.3f}" for g, n in groups.items()))
+    return "\n".join(lines)
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dirs", nargs="*", metavar="out_dir")
@@ -342,12 +445,19 @@ def main(argv=None):
     parser.add_argument("--compare", nargs="+", metavar="name=out_dir,out_dir", help="groups of runs; the first is the base")
     parser.add_argument("--loss", choices=("auto", "val", "train"), default="auto",
                         help="what --compare goes by: validation loss, or training loss, smoothed")
+    parser.add_argument("--layers", action="store_true", help="the inside of one run with gns=exact")
     args = parser.parse_args(argv)
     if bool(args.compare) == bool(args.out_dirs):
         parser.error("give run folders, or --compare with groups of them")
     try:
-        print(compare(parse_groups(args.compare), args.out or "compare.png", args.loss) if args.compare else
-              report(*args.out_dirs, path=args.out))
+        if args.compare:
+            print(compare(parse_groups(args.compare), args.out or "compare.png", args.loss))
+        elif args.layers:
+            for out_dir in args.out_dirs:
+                path, numbers = layers(out_dir, args.out)
+                print(layers_table(numbers), path, sep="\n")
+        else:
+            print(report(*args.out_dirs, path=args.out))
     except ConfigError as e:
         configurator.die(e)
     return 0

@@ -14,8 +14,6 @@ import torch
 
 import gns
 
-CALIBRATION_HALF_LIVES = 8  # the factor total/norm changes slowly and is measured rarely: it gets a longer memory
-
 
 class Tracker:
     def __init__(self, model, optimizer, config, device):
@@ -34,7 +32,7 @@ class Tracker:
             self.scales |= {f"{group}_micro": self.new_scale() for group in ("norm", "total")}
         self.calibration = None
         if config.gns == "norm" and config.gns_calibrate_tokens:
-            self.calibration = gns.Calibration(CALIBRATION_HALF_LIVES * config.gns_half_life_tokens)
+            self.calibration = gns.Calibration(config.gns_half_life_tokens)
         self.probes, self.taken, self.held, self.micro_sq = {}, [], None, None
         self.last = {}  # numbers of the newest step alone
 
@@ -118,15 +116,20 @@ class Tracker:
             self.last = {"gns/example_max": float(largest), "gns/example_median": float(median)}
         if B == 1:
             return  # one example says nothing about noise
-        pairs = {}
         for group, (sites, params) in self.members.get(mode, {}).items():
-            pairs[group] = pair(record["site_sq"][sites], record["param_sq"][params], B)
-            if group in self.scales:
-                self.scales[group].update(*pairs[group], tokens)
+            if group not in self.scales:
+                continue
+            sq_norm, tr_sigma = pair(record["site_sq"][sites], record["param_sq"][params], B)
+            self.scales[group].update(sq_norm, tr_sigma, tokens)
+            self.last |= {f"gns/{group}_step_sq_norm": sq_norm, f"gns/{group}_step_tr_sigma": tr_sigma}
             if "site_psq" in record and f"{group}_adam" in self.scales:
                 self.scales[f"{group}_adam"].update(*pair(record["site_psq"][sites], record["param_psq"][params], B), tokens)
-        if self.calibration and mode == "exact":
-            self.calibration.update(pairs["total"], pairs["norm"], tokens)
+        if self.calibration:
+            sites, params = self.members[mode]["norm"]
+            self.calibration.update(
+                float(record["site_sq"][sites].sum()) / B, float(record["param_sq"][params].sum()),
+                float(record["param_sq"].sum()), B, tokens,
+                small_total=float(record["site_sq"].sum()) / B if mode == "exact" else None)
         if "micro_sq" in record and B > self.config.micro_batch_size:
             for group in ("norm", "total"):
                 params = self.members["exact"][group][1]
@@ -147,7 +150,7 @@ class Tracker:
                     f"gns/{name}_sq_norm": scale.sq_norm, f"gns/{name}_tr_sigma": scale.tr_sigma}
         if self.calibration:
             for name, value in (("calibration", self.calibration.factor()),
-                                ("calibrated", self.calibration.apply(self.scales["norm"]))):
+                                ("calibrated", self.calibration.total())):
                 value, low, high = value or (None, None, None)
                 row |= {f"gns/{name}": value, f"gns/{name}_low": low, f"gns/{name}_high": high}
         return row

@@ -326,14 +326,15 @@ def noise_summary(steps, config):
         return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
                 "Try a longer gns_half_life_tokens or a larger batch_size."]
     g, low, high = log.noise(end, key)
-    path = [min(known, key=lambda row: abs(row["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
-    over = ", ".join(f"{row[key]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']})" for row in path)
+    nearest = [min(known, key=lambda row: abs(row["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
+    path = {row["step"]: row for row in nearest if row is not end}.values()
+    over = "".join(f"{row[key]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']}), " for row in path)
     B = end["batch_size"]
     verdict = (f"{B / g:.1f} times that: steps are cleaner than they need to be, a smaller batch would learn more per token"
                if B > 1.5 * g else
                f"{g / B:.1f} times less: steps are noisy, a larger batch would cost few extra tokens and save steps"
                if g > 1.5 * B else "about that: tokens and steps are well balanced")
-    lines = [f"Noise scale of {log.NOISE[key]}, in sequences: {over}, and {g:.3g} at the end "
+    lines = [f"Noise scale of {log.NOISE[key]}, in sequences: {over}{g:.3g} at the end "
              f"(95% interval {low:.3g} to {high:.3g}), which is {log.count(g * config.block_size)} tokens.",
              f"It suggests a batch of about {max(2, round(g))} sequences. This run ended at {B}, {verdict}."]
     if end.get("gns/calibration"):

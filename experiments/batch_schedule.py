@@ -36,9 +36,13 @@ TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, b
 
 
 def settings(config):
-    """(batch sizes, learning rates) of the constant runs: batch_size and three smaller, the config's rate, half, double."""
-    sizes = [max(config.batch_size >> i, config.micro_batch_size) for i in range(4)]
-    return sorted({s // config.micro_batch_size * config.micro_batch_size for s in sizes}), [0.5, 1.0, 2.0]
+    """(four batch sizes, three factors on the learning rate) of the constant runs: batch_size, double, half, a quarter; more
+    doublings where a micro-batch does not allow the small ones."""
+    micro = config.micro_batch_size
+    sizes = {max(config.batch_size // d // micro, 1) * micro for d in (1, 2, 4)}
+    while len(sizes) < 4:
+        sizes.add(2 * max(sizes))
+    return sorted(sizes), [0.5, 1.0, 2.0]
 
 
 class Runs:

@@ -1,6 +1,7 @@
 import json
 import os
 
+import numpy as np
 import pytest
 
 import log
@@ -122,8 +123,8 @@ def test_reaching_a_loss_is_interpolated_and_the_first_time_counts():
 def test_smoothing_keeps_a_constant_and_follows_tokens_not_rows():
     import numpy as np
     tokens = np.array([10.0, 20, 60])
-    assert plot.smoothed(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
-    a = plot.smoothed(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
+    assert plot.smoothed_loss(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
+    a = plot.smoothed_loss(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
     assert a[-1] == pytest.approx(1 - 2.0**-5, rel=0.01), "five half-lives after the jump"
 
 
@@ -155,3 +156,53 @@ def test_wrong_groups_are_one_clear_line(words, message, capsys):
     with pytest.raises(SystemExit) as e:
         plot.main(["--compare", *words])
     assert e.value.code == 2 and message in capsys.readouterr().err
+
+
+def exact_rows(n=400, factor=2.0, seed=0):
+    """Rows of an exact run in which the total's noise scale is `factor` times the norm layers', both rising."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(n):
+        level = 5 + 20 * i / n
+        row = {"step": i + 1, "tokens": 1000 * (i + 1), "train/loss": 1.0}
+        for group, times in (("total", factor), ("norm", 1.0), ("block_0", 1.5), ("block_1", 3.0)):
+            tr, sq = times * level * rng.normal(1, 0.1), rng.normal(1, 0.1)
+            row |= {f"gns/{group}_step_sq_norm": sq, f"gns/{group}_step_tr_sigma": tr, f"gns/{group}": times * level,
+                    f"gns/{group}_sq_norm": 1.0, f"gns/{group}_tr_sigma": times * level}
+        rows.append(row)
+    return rows
+
+
+def test_the_regression_finds_the_slope_that_was_put_in():
+    numbers = plot.layer_numbers(exact_rows())
+    most = numbers[max(numbers)]["norm"]
+    assert most["slope"] == pytest.approx(2.0, rel=0.05) and most["r"] > 0.98
+    assert numbers[min(numbers)]["norm"]["r"] < most["r"], "less smoothing, more noise"
+
+
+def test_the_slopes_interval_covers_the_slope_that_was_put_in():
+    inside = 0
+    for seed in range(40):
+        rows = exact_rows(seed=seed)
+        total, part = (plot.smoothed(rows, g, 8000)[40:] for g in ("total", "norm"))
+        found = plot.regression(total, part)
+        inside += found["slope_low"] <= 2.0 <= found["slope_high"]
+    assert inside >= 34
+
+
+def test_smoothing_a_logs_own_pairs_gives_the_tracked_average(tmp_path, tiny_args):
+    import train
+    train.main(tiny_args(out_dir=tmp_path / "run", gns="exact", max_tokens=6400))
+    rows = [r for r in log.read(tmp_path / "run") if "train/loss" in r]
+    value = plot.smoothed(rows, "total", 1000)[-1]
+    assert value == pytest.approx(rows[-1]["gns/total_tr_sigma"] / rows[-1]["gns/total_sq_norm"], rel=1e-9)
+
+
+def test_layers_draws_an_exact_run_and_refuses_another(tmp_path, capsys):
+    os.makedirs(tmp_path / "a")
+    (tmp_path / "a" / log.NAME).write_text("".join(json.dumps(r) + "\n" for r in exact_rows()))
+    assert plot.main(["--layers", str(tmp_path / "a")]) == 0
+    assert "slope" in capsys.readouterr().out and os.path.getsize(tmp_path / "a" / "layers.png") > 20_000
+    with pytest.raises(SystemExit):
+        plot.main(["--layers", write_run(tmp_path / "b")])
+    assert "gns=exact" in capsys.readouterr().err

@@ -138,11 +138,11 @@ def test_the_batch_schedule_experiment_runs_reports_and_is_not_run_twice(tmp_pat
     assert batch_schedule.main(arguments) == 0
     text = capsys.readouterr().out
     assert "The paper:" in text and "18%" in text and "Here:" in text and "constant batch" in text
-    assert len(calls) == len(set(calls)) == 2 * 3 + 2
+    assert len(calls) == len(set(calls)) == 4 * 3 + 2
     result = json.load(open(tmp_path / "batch_schedule.json"))
     assert list(result["groups"])[:3] == ["fixed", "linear", "gns"] and result["finding"].startswith("Here:")
     assert os.path.getsize(tmp_path / "batch_schedule.png") > 20_000
-    assert batch_schedule.main(arguments) == 0 and len(calls) == 8, "nothing is run again"
+    assert batch_schedule.main(arguments) == 0 and len(calls) == 14, "nothing is run again"
 
 
 def test_the_finding_says_what_came_out_whichever_way():

@@ -167,18 +167,21 @@ def test_exact_mode_trains_as_norm_mode_does_and_logs_every_group(tmp_path, tiny
 
 
 def test_calibration_takes_exact_steps_at_the_asked_distance_and_finds_the_exact_factor(tmp_path, tiny_args):
-    """With every step exact, the factor is the ratio of the two averages themselves."""
+    """With every step exact from the second on, the factor is the ratio of the two averages themselves."""
     common = dict(max_tokens=16_000, gns_half_life_tokens=10**9, learning_rate=0, min_lr=0, batch_schedule="constant")
     train.main(tiny_args(out_dir=tmp_path / "all", gns_calibrate_tokens=1, **common))
     train.main(tiny_args(out_dir=tmp_path / "exact", gns="exact", **common))
     every, exact = ([r for r in log.read(tmp_path / m) if "train/loss" in r][-1] for m in ("all", "exact"))
-    assert every["gns/calibration"] == pytest.approx(exact["gns/total"] / exact["gns/norm"], rel=1e-4)
+    assert every["gns/calibration"] == pytest.approx(exact["gns/total"] / exact["gns/norm"], rel=0.06)
     assert every["gns/calibration_low"] < every["gns/calibration"] < every["gns/calibration_high"]
-    assert every["gns/calibrated"] == pytest.approx(exact["gns/total"], rel=1e-4)
+    assert every["gns/calibrated"] == pytest.approx(exact["gns/total"], rel=0.06)  # its first step came too early to count
 
     train.main(tiny_args(out_dir=tmp_path / "some", gns_calibrate_tokens=2560, **common))
-    steps = checkpoint.load(str(tmp_path / "some"))["gns"]["calibration"]["updates"]
+    steps = checkpoint.load(str(tmp_path / "some"))["gns"]["calibration"]["smalls"]["updates"]
     assert steps == 1 + 16_128 // 2560
+    some = [r for r in log.read(tmp_path / "some") if "train/loss" in r][-1]
+    assert some["gns/calibrated_low"] < exact["gns/total"] < some["gns/calibrated_high"]
+    assert some["gns/calibrated"] == pytest.approx(exact["gns/total"], rel=0.2)
 
 
 def test_calibration_does_not_change_training(tmp_path, tiny_args):
