@@ -222,7 +222,8 @@ def draw_branch(result, rows, path):
     figure, (loss_ax, batch_ax) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     for color, (k, branch_rows) in zip(plot.COLORS * 9, rows.items()):
         tokens, loss = (np.array(v, dtype=float) for v in plot.series(branch_rows, "train/loss"))
-        loss_ax.plot(tokens, plot.smoothed_loss(tokens - result["at"], loss, result["window"] / 10), color=color, label=f"k = {k:g}")
+        smooth = plot.smoothed_loss(tokens - result["at"], loss, result["window"] / 10)
+        loss_ax.plot(tokens, smooth, color=color, label=f"k = {k:g}")
     loss_ax.set_title("Training loss of the branches, smoothed")
     loss_ax.set_xlabel("tokens")
     loss_ax.xaxis.set_major_formatter(lambda v, _: log.count(v))
