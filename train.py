@@ -42,6 +42,15 @@ def train(config):
         hardware.prepare_cpu()
     data = batches.Dataset(config.dataset, config.block_size)
     saved = load_for_resume(config, data, device)
+    branched = bool(saved and saved.get("branched"))
+    end_tokens = min(config.stop_tokens or config.max_tokens, config.max_tokens)
+    if branched and saved["state"]["tokens"] >= end_tokens:
+        raise ConfigError(f"branch_from={config.branch_from!r}: its checkpoint is at {saved['state']['tokens']} tokens, "
+                          f"this run ends at {end_tokens}")
+    try:
+        plan = schedule.BatchSchedule(config, config.micro_batch_size, saved and not branched and saved.get("schedule"))
+    except ValueError as e:
+        raise ConfigError(f"batch_file={config.batch_file!r}: {e}") from None
 
     # -- model and optimizer
     torch.manual_seed(config.seed)
@@ -61,10 +70,10 @@ def train(config):
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         scaler.load_state_dict(saved["scaler"])
-        state.update(saved["state"])
+        state.update(saved["state"], **({"best_val_loss": None, "wandb_id": None} if branched else {}))
         tracker.load_state_dict(saved["gns"])
         restore_rng(saved["rng"])
-    if saved and state["tokens"] >= config.max_tokens:
+    if saved and state["tokens"] >= end_tokens:
         print(f"{config.out_dir} is finished: {log.count(state['tokens'])} tokens in {state['step']} steps")
         print(summary(config))
         return 0
@@ -84,14 +93,14 @@ def train(config):
             f"norm layers: {norm_impl} ({why})")
     out.say(f"{data.meta['tokenizer']} tokens of {config.dataset}: {log.count(data.meta['train_tokens'])} to train on, "
             f"{log.count(data.meta['val_tokens'])} to validate; {'resuming at' if saved else 'until'} "
-            f"{log.count(state['tokens'] if saved else config.max_tokens)} tokens; log and checkpoint in {config.out_dir}")
+            f"{log.count(state['tokens'] if saved else end_tokens)} tokens; log and checkpoint in {config.out_dir}")
 
     def save():
         flush()
         state["seconds"] = clock.seconds()
         checkpoint.save(config.out_dir, {
             "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-            "state": dict(state), "gns": tracker.state_dict(), "rng": rng_state(),
+            "state": dict(state), "gns": tracker.state_dict(), "schedule": plan.state_dict(), "rng": rng_state(),
             "config": dataclasses.asdict(config), "vocab_size": data.vocab_size, "data": data.meta,
             "data_checksum": data.checksum})
 
@@ -131,15 +140,21 @@ def train(config):
     start_tokens, start_seconds = logged_tokens, logged_seconds = state["tokens"], clock.seconds()
     logged_step = state["step"]
     with clock:
-        if not saved:
+        if branched:
+            out.event(state["step"], state["tokens"], f"branched from {config.branch_from} at {state['tokens']} tokens")
+        if not saved or branched:
             save()  # the run can be resumed from its first step on, and a full disk shows now
             evaluate()
 
-    while state["tokens"] < config.max_tokens and not stop_signal:
-        B = schedule.batch_size_at(state["tokens"], config, config.micro_batch_size)
+    while state["tokens"] < end_tokens and not stop_signal:
+        note = plan.accept(plan.poll())  # batch_file, if its owner edited it
+        if note:
+            out.event(state["step"] + 1, state["tokens"], note)
+        B = plan.at(state["tokens"])
         accum = B // config.micro_batch_size
         step_tokens = B * config.block_size
-        lr = schedule.learning_rate_at(state["tokens"] + step_tokens, config)
+        lr_factor, beta2, weight_decay = schedule.coupled(B, config)
+        lr = lr_factor * schedule.learning_rate_at(state["tokens"] + step_tokens, config)
 
         # -- gradients: the mean over all B examples, micro-batch by micro-batch
         measure = tracker.begin(state["tokens"], state["tokens"] + step_tokens)
@@ -163,7 +178,8 @@ def train(config):
             clip = torch.clamp(config.grad_clip / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0)
             torch._foreach_mul_([p.grad for p in model.parameters()], clip)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"], group["betas"] = lr, (config.beta1, beta2)
+            group["weight_decay"] = weight_decay if group["weight_decay"] else 0.0
         if scaler.is_enabled():
             scaler.step(optimizer)
             scaler.update()
@@ -176,7 +192,7 @@ def train(config):
         state["step"] += 1
         state["tokens"] += step_tokens
         state["examples"] += B
-        done = state["tokens"] >= config.max_tokens
+        done = state["tokens"] >= end_tokens
 
         # -- what the user sees
         if state["step"] % config.log_interval == 0 or done or stop_signal or len(pending) >= MAX_BAD_STEPS:
@@ -190,18 +206,25 @@ def train(config):
         if state["step"] % config.log_interval == 0 or done:
             seconds = clock.seconds()
             rate = (state["tokens"] - logged_tokens) / (seconds - logged_seconds)
-            left = max(0, config.max_tokens - state["tokens"]) * (seconds - start_seconds) / (state["tokens"] - start_tokens)
+            left = max(0, end_tokens - state["tokens"]) * (seconds - start_seconds) / (state["tokens"] - start_tokens)
             row = {"step": state["step"], "tokens": state["tokens"], "examples": state["examples"],
                    "train/loss": last["loss"], "lr": lr, "batch_size": B, "accum": accum,
                    "dt_ms": 1e3 * (seconds - logged_seconds) / (state["step"] - logged_step), "tok_per_sec": rate,
                    "mfu": rate * model.flops_per_token() / ceiling, "grad/norm": last["grad_norm"], "seconds": seconds,
                    "bad_steps": state["bad_steps"]}
+            row |= {key: value for key, value in (("beta2", beta2), ("weight_decay", weight_decay))
+                    if getattr(config, f"{key}_scaling") != "none"}
             row |= tracker.row()
             out.write(row)
             out.say(describe(row, config, left))
+            # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
+            if state["step"] % config.log_interval == 0 and state["tokens"] < config.max_tokens:
+                note = plan.observe(state["tokens"], row)
+                if note:
+                    out.event(state["step"], state["tokens"], note)
             logged_tokens, logged_seconds, logged_step = state["tokens"], seconds, state["step"]
         if out.bar:
-            out.progress(min(1, state["tokens"] / config.max_tokens), f"step {state['step']}, batch {B}")
+            out.progress(min(1, state["tokens"] / end_tokens), f"step {state['step']}, batch {B}")
 
         # -- evaluation and checkpoint, outside the clock
         with clock:
@@ -220,7 +243,8 @@ def train(config):
 
 
 def load_for_resume(config, data, device):
-    """The checkpoint to go on from, or None for a fresh run; never a run written over another one."""
+    """The checkpoint to go on from, or None for a fresh run; never a run written over another one. That of another run,
+    with branch_from, is marked as "branched"."""
     there = os.path.isfile(os.path.join(config.out_dir, checkpoint.NAME))
     if config.resume == "True" or (config.resume == "auto" and there):
         saved = checkpoint.load(config.out_dir)
@@ -229,6 +253,10 @@ def load_for_resume(config, data, device):
     if there or os.path.isfile(os.path.join(config.out_dir, log.NAME)):
         raise ConfigError(f"out_dir={config.out_dir!r} already holds a run: continue it with --resume=True, "
                           "give another --out_dir, or remove it first")
+    if config.branch_from:
+        saved = checkpoint.load(config.branch_from)
+        checkpoint.check_same_run(saved, config, data.checksum, branch=True)
+        return {**saved, "branched": True}
     return None
 
 
@@ -281,7 +309,7 @@ def summary(config):
     val = [r["val/loss"] for r in rows if "val/loss" in r]
     lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps and "
                  f"{log.duration(steps[-1]['seconds'])} minutes; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
-    lines += noise_summary(steps, config)
+    lines += noise_summary(steps, config) + [schedule_summary(rows, steps, config)]
     lines.append(f"Picture: {plot.report(config.out_dir)}    Text: python sample.py {config.out_dir}")
     return "\n".join(lines)
 
@@ -317,6 +345,28 @@ def noise_summary(steps, config):
         lines.append("The whole model's noise scale is proportional to the norm layers', not equal to it: "
                      "gns_calibrate_tokens measures the factor.")
     return lines
+
+
+def schedule_summary(rows, steps, config):
+    """A sentence about the batches of the run, beside those that the noise scale asked for."""
+    first, last = steps[0]["batch_size"], steps[-1]["batch_size"]
+    text = f"The schedule ({config.batch_schedule}) " + (
+        f"kept the batch at {last}" if all(r["batch_size"] == last for r in steps) else
+        f"took the batch from {first} to {last}")
+    key = log.noise_key(steps)
+    known = [(row["tokens"] - before["tokens"], row["batch_size"] / row[key])
+             for before, row in zip([{"tokens": 0}, *steps], steps) if row.get(key)]
+    if known:
+        total = sum(tokens for tokens, _ in known)
+        above, below = (sum(t for t, r in known if test(r)) / total for test in (lambda r: r > 2, lambda r: r < 0.5))
+        text += (f"; of the tokens with a known noise scale, {above:.0%} were read in batches above twice it and "
+                 f"{below:.0%} in batches below half of it")
+    moves = [(r["event"].split(":")[0].removeprefix("batch "), r["tokens"]) for r in rows
+             if r.get("event", "").startswith("batch ") and " -> " in r["event"]]
+    if config.batch_schedule == "gns":
+        text += (f". The controller moved it {len(moves)} time{'s' if len(moves) != 1 else ''}"
+                 + (": " + ", ".join(f"{move} at {log.count(tokens)}" for move, tokens in moves) if moves else ""))
+    return text + "."
 
 
 def main(argv=None):

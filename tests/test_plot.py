@@ -68,6 +68,96 @@ def test_a_folder_without_a_run_is_one_clear_line(tmp_path, capsys, content, wor
     assert e.value.code == 2 and words in capsys.readouterr().err
 
 
+# -- compare
+
+def write_curve(folder, speed, batch, seconds_per_step=0.5, tokens=4000):
+    """Loss 6 - speed * tokens / 1000, evaluated every 400 tokens; `batch` tokens a step."""
+    os.makedirs(folder)
+    with open(os.path.join(folder, log.NAME), "w") as f:
+        for t in range(0, tokens + 1, 40):
+            loss = 6 - speed * t / 1000
+            if t:
+                f.write(json.dumps({"step": t // batch, "tokens": t, "train/loss": loss, "lr": 1e-3, "batch_size": batch,
+                                    "tok_per_sec": 1e4, "seconds": seconds_per_step * t / batch}) + "\n")
+            if t % 400 == 0:
+                f.write(json.dumps({"step": t // batch, "tokens": t, "val/loss": loss}) + "\n")
+    return str(folder)
+
+
+def groups(tmp_path):
+    """fixed gets to 4.0 and 3.8; fast takes 20% fewer tokens in 60% fewer steps; small takes fewer tokens in more steps."""
+    return {"fixed": [write_curve(tmp_path / "a", 0.5, 10), write_curve(tmp_path / "b", 0.55, 10)],
+            "fast": [write_curve(tmp_path / "c", 0.656, 20), write_curve(tmp_path / "d", 0.656, 20)],
+            "small": [write_curve(tmp_path / "e", 0.6, 5), write_curve(tmp_path / "f", 0.7, 5)],
+            "greedy": [write_curve(tmp_path / "g", 0.5, 40)], "never": [write_curve(tmp_path / "h", 0.1, 10)]}
+
+
+def test_compare_finds_known_tokens_steps_and_seconds(tmp_path):
+    loaded = {name: [plot.load(d) for d in dirs] for name, dirs in groups(tmp_path).items()}
+    result = plot.comparison(loaded)
+    assert result["loss"] == "val" and result["target"] == pytest.approx(4.0), "the loss that both fixed runs reached"
+    fixed, fast = (result["groups"][name]["at_target"] for name in ("fixed", "fast"))
+    mean = (4000 + 2000 / 0.55) / 2
+    assert fixed["tokens"]["mean"] == pytest.approx(mean) and fixed["tokens"]["low"] == pytest.approx(2000 / 0.55)
+    assert fixed["steps"]["high"] == pytest.approx(400) and fixed["seconds"]["high"] == pytest.approx(200)
+    assert fast["tokens"]["mean"] == pytest.approx(2000 / 0.656) and fast["tokens"]["std"] == pytest.approx(0, abs=1e-6)
+    assert fast["less"]["tokens"]["mean"] == pytest.approx(1 - 2000 / 0.656 / mean)
+    assert fast["less"]["steps"]["mean"] == pytest.approx(1 - 2000 / 0.656 / 20 / (mean / 10))
+    assert result["groups"]["fast"]["final_val_loss"]["mean"] == pytest.approx(6 - 0.656 * 4)
+    for row in result["groups"]["fast"]["levels"]:
+        if 4.0 <= row["loss"] < 5.9:
+            assert row["tokens"]["mean"] == pytest.approx((6 - row["loss"]) / 0.656 * 1000)
+    never = result["groups"]["never"]["at_target"]
+    assert never["reached"] == 0 and never["tokens"] is None and never["less"]["tokens"] is None
+
+
+def test_reaching_a_loss_is_interpolated_and_the_first_time_counts():
+    import numpy as np
+    run = {"tokens": np.array([0.0, 100, 200, 300]), "steps": np.array([0.0, 10, 15, 20]),
+           "seconds": np.array([0.0, 1, 2, 3]), "loss": np.array([5.0, 4.0, 4.5, 3.5])}
+    assert plot.reach(run, 4.5) == {"tokens": 50.0, "steps": 5.0, "seconds": 0.5}
+    assert plot.reach(run, 4.0)["tokens"] == 100.0 and plot.reach(run, 3.75)["tokens"] == 275.0
+    assert plot.reach(run, 6.0)["tokens"] == 0.0 and plot.reach(run, 3.0) is None
+
+
+def test_smoothing_keeps_a_constant_and_follows_tokens_not_rows():
+    import numpy as np
+    tokens = np.array([10.0, 20, 60])
+    assert plot.smoothed_loss(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
+    a = plot.smoothed_loss(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
+    assert a[-1] == pytest.approx(1 - 2.0**-5, rel=0.01), "five half-lives after the jump"
+
+
+def test_more_tokens_for_fewer_steps_is_never_called_a_saving(tmp_path, capsys):
+    words = [f"{name}={','.join(dirs)}" for name, dirs in groups(tmp_path).items()]
+    assert plot.main(["--compare", *words, "--out", str(tmp_path / "cmp.png")]) == 0
+    lines = {line.split(":")[0].strip(): line for line in capsys.readouterr().out.split("Against fixed:")[1].splitlines()}
+    assert "20% fewer tokens and 60% fewer steps: a saving" in lines["fast"]
+    assert "fewer tokens" in lines["small"] and "more steps" in lines["small"] and lines["small"].count("a trade") == 1
+    assert "more tokens" in lines["greedy"] and "no saving" in lines["greedy"]
+    assert "0 of 1 runs got there" in lines["never"]
+    assert os.path.getsize(tmp_path / "cmp.png") > 20_000
+    assert json.load(open(tmp_path / "cmp.json"))["groups"]["fast"]["runs"] == 2
+
+
+def test_runs_without_evaluations_are_compared_by_their_smoothed_training_loss(tmp_path):
+    runs = {name: [[r for r in plot.load(d) if "val/loss" not in r] for d in dirs[:1]]
+            for name, dirs in groups(tmp_path).items() if name in ("fixed", "fast")}
+    result = plot.comparison(runs)
+    assert result["loss"] == "train" and result["groups"]["fixed"]["final_val_loss"] is None
+    assert result["groups"]["fast"]["at_target"]["less"]["tokens"]["mean"] == pytest.approx(1 - 0.5 / 0.656, abs=0.01)
+    assert "smoothed training loss" in plot.compare_table(result)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["fixed"], "'fixed' is not name=out_dir"), (["a=x", "a=y"], "comes twice"), (["a=x"], "at least two"),
+    (["a=", "b=y"], "'a=' is not"), (["a=x", "b=y"], "x: no readable log.jsonl")])
+def test_wrong_groups_are_one_clear_line(words, message, capsys):
+    with pytest.raises(SystemExit) as e:
+        plot.main(["--compare", *words])
+    assert e.value.code == 2 and message in capsys.readouterr().err
+
+
 def exact_rows(n=400, factor=2.0, seed=0):
     """Rows of an exact run in which the total's noise scale is `factor` times the norm layers', both rising."""
     rng = np.random.default_rng(seed)
