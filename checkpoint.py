@@ -16,7 +16,7 @@ FORMAT = 1
 
 # keys that may change on resume: where and how the run is computed and watched, not what is computed
 FREE_KEYS = {"out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log", "wandb_project",
-             "wandb_run_name", "parallel", "eval_tokens", "eval_iters", "log_interval", "checkpoint_tokens"}
+             "wandb_run_name", "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval", "checkpoint_tokens"}
 
 
 def write_atomically(path, write):

@@ -63,8 +63,19 @@ def start(config, device):
             raise ConfigError(f"process {local_rank} of this machine has no device: there are {torch.cuda.device_count()}; "
                               "lower --nproc_per_node")
         torch.cuda.set_device(local_rank)  # "cuda" is this one from here on
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timeout=TIMEOUT)
-    return Ranks(int(env["RANK"]), local_rank, world, device)
+    rank = int(env["RANK"])
+    keeps_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=connect(keeps_store), rank=rank,
+                            world_size=world, timeout=TIMEOUT)
+    return Ranks(rank, local_rank, world, device)
+
+
+def connect(keeps_store=False):
+    """The store where ranks meet: torchrun keeps it, or else rank 0. torchrun may keep it over a restart, with the addresses of
+    dead ranks in it (its static rendezvous, torch 2.13), so every attempt has keys of its own."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=keeps_store, timeout=TIMEOUT,
+                          wait_for_workers=False)
+    return dist.PrefixStore(f"rightbatch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def check(config, world, device):
@@ -346,9 +357,7 @@ class Watch(threading.Thread):
     def __init__(self, rank, world):
         super().__init__(daemon=True, name="watch")
         self.rank, self.world, self.closing, self.lock = rank, world, threading.Event(), threading.Lock()
-        # a connection of its own: the default store's is busy while the main thread waits for something in it
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=TIMEOUT)
-        self.store = dist.PrefixStore(f"rightbatch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+        self.store = connect()  # of its own: the group's is busy while the main thread waits for something in it
         self.store.set(f"beat/{rank}", "0")
         for other in range(world):
             self.store.wait([f"beat/{other}"], datetime.timedelta(seconds=60))

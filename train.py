@@ -212,7 +212,7 @@ def train(config, ranks, device):
                     f"stopped at step {state['step']}: loss or gradient was not finite {MAX_BAD_STEPS} steps in a row. Try "
                     f"a lower learning_rate (now {config.learning_rate}), a longer warmup_tokens, grad_clip=1.0, "
                     f"dtype=float32 or cos_attn; the last good checkpoint is in {config.out_dir}")
-        if state["step"] % config.log_interval == 0 or done:
+        if ranks.first and (state["step"] % config.log_interval == 0 or done):
             seconds = clock.seconds()
             rate = (state["tokens"] - logged_tokens) / (seconds - logged_seconds)
             left = max(0, config.max_tokens - state["tokens"]) * (seconds - start_seconds) / (state["tokens"] - start_tokens)
