@@ -29,6 +29,7 @@ import distributed
 import hardware
 import ln_kernel
 import log
+import plan
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
@@ -251,7 +252,10 @@ def load_for_resume(config, data, mmap=False):
         saved = checkpoint.load(config.out_dir, mmap=mmap)
         checkpoint.check_same_run(saved, config, data.checksum)
         return saved
-    if there or os.path.isfile(os.path.join(config.out_dir, log.NAME)):
+    logged = os.path.isfile(os.path.join(config.out_dir, log.NAME))
+    if logged and config.resume == "auto" and not log.read(config.out_dir):
+        logged = False  # ended before its first checkpoint: nothing to lose
+    if there or logged:
         raise ConfigError(f"out_dir={config.out_dir!r} already holds a run: continue it with --resume=True, "
                           "give another --out_dir, or remove it first")
     return None
@@ -343,6 +347,8 @@ def main(argv=None):
         return 0
     ranks = None
     try:
+        if "--plan" in argv:
+            return plan.main(argv)
         config = configurator.parse(argv)
         device = hardware.pick_device(config.device)
         ranks = distributed.start(config, device)

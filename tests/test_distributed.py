@@ -27,6 +27,8 @@ from tests.conftest import ROOT, TINY
 RUN = dict(TINY, max_tokens=8000, warmup_tokens=320, eval_tokens=4000, checkpoint_tokens=4000, gns_half_life_tokens=2000)
 SHORT = dict(RUN, max_tokens=640, checkpoint_tokens=0, eval_tokens=0)
 
+WHOLE = dict(max_tokens=16_000, checkpoint_tokens=1000, dropout=0.1, log_interval=3)
+
 DRIVER = """
 import json, os, shutil, sys
 sys.path.insert(0, {root!r})
@@ -131,7 +133,7 @@ def runs(tmp_path_factory, tiny_data):
     two += [(dict(settings(f"2-{name}"), **{**SHORT, "micro_batch_size": 2, **more}), None) for name, more in {
         "cross": dict(gns_crosscheck=True), "bf16-ddp": dict(dtype="bfloat16"),
         "bf16-fsdp": dict(dtype="bfloat16", parallel="fsdp", activation_checkpointing="block"),
-        "fp16-fsdp": dict(dtype="float16", parallel="fsdp", tie_weights=False)}.items()]
+        "fp16-fsdp": dict(dtype="float16", parallel="fsdp", tie_weights=False), "whole": WHOLE}.items()]
     two += [(dict(settings("2-apart"), **{**SHORT, "micro_batch_size": 2}), "lr")]
     _, out, err = drive(folder / "launch2", 2, [({**s, "out_dir": str(s["out_dir"])}, f) for s, f in two])
     assert "come apart" in err, out + err  # the last run, on purpose
@@ -241,25 +243,27 @@ def test_ranks_that_come_apart_stop_the_run_with_the_name_of_the_rank(runs):
 
 def test_only_rank_0_writes_and_speaks(runs):
     out = (runs / "out2").read_text()
-    assert out.count("step      3 |") == 9  # each of nine runs once
-    assert out.count("parameters on cpu") == 9 and out.count("gns_adam is off") == 1
+    assert out.count("step      3 |") == 9  # each run once; the tenth stops at step 1
+    assert out.count("parameters on cpu") == 10 and out.count("gns_adam is off") == 1
     left = {f.name for f in (runs / "2-ddp-norm").iterdir() if not f.name.startswith("ckpt-")}
     assert left == {"ckpt.pt", "config.json", "log.jsonl"}
     assert json.load(open(runs / "2-ddp-norm" / "config.json"))["processes"] == 2
 
 
-def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_by_itself(tmp_path, tiny_data):
-    """SIGKILL of one rank under --max-restarts=1 with resume=auto: the run ends as if nothing had happened."""
-    args = as_args(dict(RUN, dataset=tiny_data, micro_batch_size=2, out_dir=tmp_path / "run", checkpoint_tokens=1000,
-                        dropout=0.1, max_tokens=16_000, eval_tokens=0, log_interval=3, resume="auto"))
+def test_a_killed_rank_ends_the_run_and_torchrun_resumes_it_by_itself(runs, tmp_path, tiny_data):
+    """SIGKILL of one rank under --max-restarts=1 with resume=auto: the run ends as if nothing had happened, dropout too."""
+    args = as_args({**SHORT, **WHOLE, "dataset": tiny_data, "micro_batch_size": 2, "out_dir": tmp_path / "run",
+                    "resume": "auto"})
     process = torchrun(2, os.path.join(ROOT, "train.py"), *args, options=["--max-restarts=1"])
     wait_for(lambda: process.poll() is not None or step_logged(tmp_path / "run", 15))
     os.kill(children(process.pid)[1], signal.SIGKILL)
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, out + err
     assert "rank 0 of 2: rank 1 died" in err and "resuming at" in out
-    rows = steps(tmp_path / "run")
-    assert [r["step"] for r in rows][:-1] == list(range(3, rows[-1]["step"], 3))
+    a, b = steps(runs / "2-whole"), steps(tmp_path / "run")
+    assert [(r["step"], r["train/loss"], r["gns/norm"]) for r in a] == [(r["step"], r["train/loss"], r["gns/norm"]) for r in b]
+    x, y = (checkpoint.load(str(folder))["model"] for folder in (runs / "2-whole", tmp_path / "run"))
+    assert all(torch.equal(x[name], y[name]) for name in x)
 
 
 def test_without_a_launcher_a_killed_rank_ends_the_others_in_words_and_the_run_resumes(tmp_path, tiny_data):
