@@ -16,7 +16,8 @@ FORMAT = 1
 
 # keys that may change on resume: where and how the run is computed and watched, not what is computed
 FREE_KEYS = {"out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log", "wandb_project",
-             "wandb_run_name", "eval_tokens", "eval_iters", "log_interval", "checkpoint_tokens", "stop_tokens", "branch_from"}
+             "wandb_run_name", "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval", "checkpoint_tokens",
+             "stop_tokens", "branch_from"}
 
 # keys that a branch may set anew: batch, learning rate and what goes with them
 BRANCH_KEYS = FREE_KEYS | {
@@ -49,12 +50,13 @@ def save(out_dir, state):
     write_atomically(os.path.join(out_dir, NAME), lambda f: torch.save({"format": FORMAT, **state}, f))
 
 
-def load(out_dir, device="cpu"):
+def load(out_dir, device="cpu", mmap=False):
+    """mmap: several processes of a machine share one copy in memory; use it up before the next save replaces the file."""
     path = os.path.join(out_dir, NAME)
     if not os.path.isfile(path):
         raise ConfigError(f"{out_dir}: no {NAME} to load there")
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
         version = state["format"]
     except Exception as e:
         raise ConfigError(f"{path} is not a readable checkpoint ({type(e).__name__}): "

@@ -43,6 +43,8 @@ class Config:
     dtype: str = opt("auto", "bfloat16 autocast where the device is fast at it, else float32; "
                              "float16 trains with loss scaling", ("auto", "float32", "bfloat16", "float16"))
     compile: str = opt("auto", "torch.compile on cuda; on a CPU it brought nothing", ("auto", "True", "False"))
+    parallel: str = opt("ddp", "with several processes (torchrun): ddp holds everything on each, fsdp shards weights, "
+                               "gradients and optimizer over them (FSDP2), for models that do not fit", ("ddp", "fsdp"))
     # -- model
     n_layer: int = opt(4, "blocks; this size trains to readable code in minutes on a laptop")
     n_head: int = opt(4, "attention heads per block")
@@ -59,7 +61,8 @@ class Config:
                                                 "compute", ("none", "block"))
     # -- batch
     micro_batch_size: int = opt(8, "sequences in one forward pass: what fits into memory and is fast")
-    batch_size: int = opt(32, "sequences in one optimizer step (the last, if scheduled); a multiple of micro_batch_size")
+    batch_size: int = opt(32, "sequences in one optimizer step (the last, if scheduled); a multiple of micro_batch_size "
+                              "x processes")
     batch_schedule: str = opt("linear", "linear: from batch_size_start to batch_size over the run, as in the paper; gns: "
                                         "follows the noise scale between the two", schedule.KINDS)
     batch_size_start: int = opt(8, "first batch of linear, smallest of gns")
@@ -275,5 +278,6 @@ def help_text():
 
 def die(error):
     """The one line that a user sees for an expected failure; exit code 2."""
-    print(f"error: {error}", file=sys.stderr)
+    if os.environ.get("LOCAL_RANK", "0") == "0":  # with several processes one of each machine says it
+        print(f"error: {error}", file=sys.stderr)
     sys.exit(2)

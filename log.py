@@ -71,6 +71,16 @@ class RunLog:
             self.wandb.finish()
 
 
+class NoLog:
+    """What ranks other than the first write to."""
+    bar = wandb = None
+
+    def nothing(self, *_):
+        pass
+
+    write = say = event = progress = close = nothing
+
+
 def start_wandb(config, run_id):
     """A wandb run that never asks and never blocks: offline where there is no key or the server does not answer."""
     import wandb  # slow to import, so only when used

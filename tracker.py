@@ -6,6 +6,8 @@ sum over examples of the squared norm of each example's gradient. On the host, o
 belong to which group, the unbiased pair of each group, and the averages.
 
 Groups: norm; in exact mode also attention, mlp, embedding, head (if untied), total, and block_0, block_1, ...
+With several processes (distributed.py) each measures its own n_local examples; sums go over ranks once per step, in one
+flat tensor. |G|^2 is of the gradient after averaging: the same on every rank under DDP, a part on each under FSDP.
 B examples in the step, S sites, P parameters.
 """
 
@@ -13,13 +15,14 @@ import numpy as np
 import torch
 
 import gns
+from distributed import Ranks, local
 
 EARLY = 0.2  # averages never look back further than about this share of the tokens seen so far
 
 
 class Tracker:
-    def __init__(self, model, optimizer, config, device):
-        self.config, self.device, self.optimizer = config, device, optimizer
+    def __init__(self, model, optimizer, config, device, ranks=None):
+        self.config, self.device, self.optimizer, self.ranks = config, device, optimizer, ranks or Ranks()
         self.names, self.params = zip(*model.named_parameters())
         self.sites = {mode: model.probe_sites(mode) for mode in ("norm", "exact")}
         self.members = {mode: membership(sites, self.names) for mode, sites in self.sites.items()}
@@ -28,14 +31,17 @@ class Tracker:
         groups = {"off": [], "norm": ["norm"], "exact": list(self.members["exact"])}[config.gns]
         self.groups = groups
         self.scales = {group: self.new_scale() for group in groups}
-        if config.gns_adam:
+        # Adam's metric must be whole on each rank: a few vectors for the norm layers, a second model for exact mode
+        self.adam = config.gns_adam and not (self.ranks.sharded and config.gns == "exact")
+        if self.adam:
             self.scales |= {f"{group}_adam": self.new_scale() for group in groups if not group.startswith("block_")}
         if config.gns_crosscheck:
-            self.scales |= {f"{group}_micro": self.new_scale() for group in ("norm", "total")}
+            small = ("micro", "rank") if self.ranks.world > 1 else ("micro",)
+            self.scales |= {f"{group}_{kind}": self.new_scale() for kind in small for group in ("norm", "total")}
         self.calibration = None
         if config.gns == "norm" and config.gns_calibrate_tokens:
             self.calibration = gns.Calibration(config.gns_half_life_tokens, EARLY)
-        self.probes, self.taken, self.held, self.micro_sq = {}, [], None, None
+        self.probes, self.taken, self.held, self.micro_sq, self.rank_sq = {}, [], None, None, None
         self.last = {}  # numbers of the newest step alone
 
     def new_scale(self):
@@ -49,12 +55,15 @@ class Tracker:
         self.mode, self.metrics = config.gns, None
         if self.calibration and (before == 0 or before // config.gns_calibrate_tokens < after // config.gns_calibrate_tokens):
             self.mode = "exact"
-        elif config.gns_adam and config.gns != "off":
+        elif self.adam and config.gns != "off":
             self.metrics = adam_metrics(self.optimizer, self.tracked_parameters())
-        self.taken, self.held, self.micro_sq = [], None, None
+        self.taken, self.held, self.micro_sq, self.rank_sq = [], None, None, None
         if self.mode == "off":
             return {}
-        return {"probes": self.zeros(len(self.sites[self.mode]), 4 if self.metrics else 2), "metrics": self.metrics}
+        metrics = self.metrics
+        if metrics and self.ranks.sharded:
+            metrics = self.ranks.gather_shards(metrics, {n: p.shape for n, p in self.tracked_parameters()})
+        return {"probes": self.zeros(len(self.sites[self.mode]), 4 if self.metrics else 2), "metrics": metrics}
 
     def zeros(self, sites, rows):
         key = (sites, rows)
@@ -84,30 +93,54 @@ class Tracker:
     def release(self):
         """The accumulated gradient, where the cross-check kept it apart from the parameters."""
         if self.held is not None:
+            if self.ranks.world > 1:
+                self.rank_sq = torch.stack(torch._foreach_norm(self.held)).float().square()  # of this rank's own mean
+                self.ranks.average(self.held)
             for p, held in zip(self.params, self.held):
                 p.grad = held
 
     def finish(self, loss, n_local, loss_scale):
         """The step's numbers as {name: tensor}, before clipping. `n_local` examples had a share 1/n_local in the loss, so
         backward held c_b = loss_scale * g_b / n_local: |g_b|^2 = (n_local / loss_scale)^2 |c_b|^2."""
-        grads = [p.grad for p in self.params]
-        param_sq = torch.stack(torch._foreach_norm(grads)).float().square()
-        bad = torch.logical_not(torch.isfinite(param_sq.sum()) & torch.isfinite(loss)).float()
-        record = {"loss": loss, "bad": bad, "param_sq": param_sq}
+        world, replicas = self.ranks.world, 1 if self.ranks.sharded else self.ranks.world
+        param_sq = torch.stack(torch._foreach_norm([local(p.grad) for p in self.params])).float().square()
+        record = {"loss": loss / world, "param_sq": param_sq / replicas}
         if self.taken:
             sq = torch.cat(self.taken, -1) * (n_local / loss_scale) ** 2  # (S, 2 or 4, B)
             record["site_sq"] = sq[:, :2].sum((1, 2))
-            example = sq[:, :2].sum((0, 1))  # (B,): squared norm of each example's gradient over all sites
-            record["example"] = torch.stack([example.max(), example.median(), example.std(correction=1)
-                                             if len(example) > 1 else example.new_zeros(())])
+            example = sq[:, :2].sum((0, 1))  # squared norm of each example's gradient over all sites
+            record["example"] = self.in_order(example)
             if self.metrics:
                 record["site_psq"] = sq[:, 2:].sum((1, 2))
-                weighted = {n: (self.metrics[n] * p.grad.square()).sum() for n, p in self.tracked_parameters()}
+                weighted = {n: (self.metrics[n] * local(p.grad).square()).sum() for n, p in self.tracked_parameters()}
                 zero = param_sq.new_zeros(())
-                record["param_psq"] = torch.stack([weighted.get(n, zero) for n in self.names])
+                record["param_psq"] = torch.stack([weighted.get(n, zero) for n in self.names]) / replicas
         if self.micro_sq is not None:
-            record["micro_sq"] = self.micro_sq / loss_scale**2
+            record["micro_sq"] = self.micro_sq / loss_scale**2 / world
+        if self.rank_sq is not None:
+            record["rank_sq"] = self.rank_sq / loss_scale**2 / world
+        record = self.sum_over_ranks(record)
+        record["bad"] = torch.logical_not(torch.isfinite(record["param_sq"].sum()) & torch.isfinite(record["loss"])).float()
+        if "example" in record:
+            example = record["example"]  # (B,)
+            record["example"] = torch.stack([example.max(), example.median(), example.std(correction=1)
+                                             if len(example) > 1 else example.new_zeros(())])
         return record
+
+    def in_order(self, example):
+        """(n_local,) -> (B,) with zeros where other ranks' examples are, in the order of the run: the sum is a gather."""
+        if self.ranks.world == 1:
+            return example
+        everyone = example.new_zeros(len(self.taken), self.ranks.world, self.config.micro_batch_size)
+        everyone[:, self.ranks.rank] = example.view(len(self.taken), -1)
+        return everyone.view(-1)
+
+    def sum_over_ranks(self, record):
+        if self.ranks.world == 1:
+            return record
+        flat = self.ranks.sum(torch.cat([t.reshape(-1) for t in record.values()]))
+        return {name: piece.view(t.shape) for (name, t), piece in
+                zip(record.items(), flat.split([t.numel() for t in record.values()]))}
 
     # -- on the host, for every step in order
 
@@ -130,12 +163,12 @@ class Tracker:
             pairs = [pair(record["site_sq"][sites], record["param_sq"][params], B)
                      for sites, params in (self.members[mode][g] for g in ("total", "norm"))] if mode == "exact" else ()
             self.calibration.update(self.scales["norm"], tokens, *pairs)
-        if "micro_sq" in record and B > self.config.micro_batch_size:
-            for group in ("norm", "total"):
-                params = self.members["exact"][group][1]
-                small, big = float(record["micro_sq"][params].sum()), float(record["param_sq"][params].sum())
-                self.scales[f"{group}_micro"].update(
-                    *gns.unbiased_pair(small, big, self.config.micro_batch_size, B), tokens)
+        for kind, n_small in (("micro", self.config.micro_batch_size), ("rank", B // self.ranks.world)):
+            if f"{kind}_sq" in record and B > n_small:
+                for group in ("norm", "total"):
+                    params = self.members["exact"][group][1]
+                    small, big = float(record[f"{kind}_sq"][params].sum()), float(record["param_sq"][params].sum())
+                    self.scales[f"{group}_{kind}"].update(*gns.unbiased_pair(small, big, n_small, B), tokens)
         if mode != "off":
             # jackknife over examples of the mean `small`, with `big` held: leaving one out moves it by spread / sqrt(B)
             error = float(spread) / B**0.5
@@ -155,13 +188,19 @@ class Tracker:
                 row |= {f"gns/{name}": value, f"gns/{name}_low": low, f"gns/{name}_high": high}
         return row
 
+    def numbers(self):
+        """What ranks must agree on."""
+        return {f"gns/{name}_{part}": getattr(scale, part) for name, scale in self.scales.items()
+                for part in ("sq_norm", "tr_sigma")}
+
     def state_dict(self):
         return {"scales": {name: scale.state_dict() for name, scale in self.scales.items()},
                 "calibration": self.calibration.state_dict() if self.calibration else None}
 
     def load_state_dict(self, state):
         for name, scale in self.scales.items():
-            scale.load_state_dict(state["scales"][name])
+            if name in state["scales"]:  # those that depend on the number of processes may be new
+                scale.load_state_dict(state["scales"][name])
         if self.calibration:
             self.calibration.load_state_dict(state["calibration"])
 
@@ -193,6 +232,6 @@ def adam_metrics(optimizer, named):
         return None
     group = optimizer.param_groups[0]
     correction = 1 - group["betas"][1] ** state[0]["step"]
-    denominators = torch._foreach_add(torch._foreach_sqrt(torch._foreach_div([s["exp_avg_sq"] for s in state], correction)),
-                                      group["eps"])
+    second_moments = torch._foreach_div([local(s["exp_avg_sq"]) for s in state], correction)
+    denominators = torch._foreach_add(torch._foreach_sqrt(second_moments), group["eps"])
     return {name: p for (name, _), p in zip(named, torch._foreach_reciprocal(denominators))}

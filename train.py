@@ -4,11 +4,14 @@ Train a GPT and watch its gradient noise scale while it trains.
     python train.py                                     # config/quickstart.py: minutes on a laptop
     python train.py config/gpt_111m.py --micro_batch_size=4
     python train.py config/gpt_111m.py --resume=True    # go on from the checkpoint in out_dir
+    python train.py config/gpt_1_3b.py --plan --devices=8 --kind=A100     # memory, steps and time, before it is run
+    torchrun --nproc_per_node=8 train.py config/gpt_1_3b.py --parallel=fsdp
     python train.py --help                              # every key with its default and the reason for it
 
 Per step: accumulate micro-batches, whose norm layers also yield each example's squared gradient norm; clip; AdamW.
 From the norms follow |G|^2, tr(Sigma) and their ratio, the noise scale (gns.py). Everything is counted in tokens.
-B sequences in a step, T tokens in a sequence.
+With several processes every line below runs on each of them, on its own share of a step's examples (distributed.py); rank 0
+alone writes. B sequences in a step, T tokens in a sequence.
 """
 
 import dataclasses
@@ -22,9 +25,11 @@ import torch
 import batches
 import checkpoint
 import configurator
+import distributed
 import hardware
 import ln_kernel
 import log
+import plan
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
@@ -33,79 +38,94 @@ from tracker import Tracker
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
 
 
-def train(config):
+def train(config, ranks, device):
     """The whole run; returns the exit code."""
     # -- what could go wrong goes wrong here, before anything is created
-    device = hardware.pick_device(config.device)
     dtype = hardware.pick_dtype(config.dtype, device)
     if device == "cpu":
         hardware.prepare_cpu()
-    data = batches.Dataset(config.dataset, config.block_size)
-    saved = load_for_resume(config, data, device)
+    data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
+    saved = ranks.guard(lambda: load_for_resume(config, data, mmap=ranks.world > 1))
     branched = bool(saved and saved.get("branched"))
     end_tokens = min(config.stop_tokens or config.max_tokens, config.max_tokens)
     if branched and saved["state"]["tokens"] >= end_tokens:
         raise ConfigError(f"branch_from={config.branch_from!r}: its checkpoint is at {saved['state']['tokens']} tokens, "
                           f"this run ends at {end_tokens}")
+    quantum = config.micro_batch_size * ranks.world
     try:
-        plan = schedule.BatchSchedule(config, config.micro_batch_size, saved and not branched and saved.get("schedule"))
+        sizes = schedule.BatchSchedule(config, quantum, saved and not branched and saved.get("schedule"))
     except ValueError as e:
         raise ConfigError(f"batch_file={config.batch_file!r}: {e}") from None
 
     # -- model and optimizer
     torch.manual_seed(config.seed)
     same_names = {f.name for f in dataclasses.fields(GPTConfig)} & set(configurator.FIELDS)
-    model = GPT(GPTConfig(vocab_size=data.vocab_size, **{k: getattr(config, k) for k in same_names})).to(device)
+    model = GPT(GPTConfig(vocab_size=data.vocab_size, **{k: getattr(config, k) for k in same_names}))
+    parameters = model.parameter_count()
+    if saved:
+        model.load_state_dict(saved.pop("model"))
+    if config.parallel == "ddp" or ranks.world == 1:
+        model = model.to(device)  # FSDP moves shards, block by block
+    run_model = ranks.wrap(model, config, dtype, config.compile == "True" or (config.compile == "auto" and device == "cuda"))
     optimizer = torch.optim.AdamW(model.parameter_groups(config.weight_decay), lr=config.learning_rate,
                                   betas=(config.beta1, config.beta2), fused=True)
     scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
-    run_model = torch.compile(model) if config.compile == "True" or (config.compile == "auto" and device == "cuda") else model
     autocast = hardware.autocast(device, dtype)
 
     # -- everything else that a run remembers
     state = {"step": 0, "tokens": 0, "examples": 0, "best_val_loss": None, "bad_steps": 0, "bad_in_a_row": 0,
              "seconds": 0.0, "wandb_id": None}
-    tracker = Tracker(model, optimizer, config, device)
+    tracker = Tracker(model, optimizer, config, device, ranks)
+    ranks.seed(config.seed, 0)
+    streams_go_on = True
     if saved:
-        model.load_state_dict(saved["model"])
-        optimizer.load_state_dict(saved["optimizer"])
+        ranks.load_optimizer(optimizer, saved.pop("optimizer"))
         scaler.load_state_dict(saved["scaler"])
         state.update(saved["state"], **({"best_val_loss": None, "wandb_id": None} if branched else {}))
         tracker.load_state_dict(saved["gns"])
-        restore_rng(saved["rng"])
+        streams_go_on = ranks.restore_rng(saved["rng"], config.seed, state["step"])
     if saved and state["tokens"] >= end_tokens:
-        print(f"{config.out_dir} is finished: {log.count(state['tokens'])} tokens in {state['step']} steps")
-        print(summary(config))
+        if ranks.first:
+            print(f"{config.out_dir} is finished: {log.count(state['tokens'])} tokens in {state['step']} steps")
+            print(summary(config))
         return 0
 
     # -- the run folder
-    os.makedirs(config.out_dir, exist_ok=True)
-    checkpoint.write_json(os.path.join(config.out_dir, "config.json"),
-                          {"config": dataclasses.asdict(config), **hardware.facts(device),
-                           "dtype": str(dtype).removeprefix("torch."), "parameters": model.parameter_count(),
-                           "data": data.meta})
-    out = log.RunLog(config, resume_step=state["step"] if saved else None, wandb_id=state["wandb_id"])
+    out = log.NoLog()
+    if ranks.first:
+        os.makedirs(config.out_dir, exist_ok=True)
+        checkpoint.write_json(os.path.join(config.out_dir, "config.json"),
+                              {"config": dataclasses.asdict(config), **hardware.facts(device), "processes": ranks.world,
+                               "dtype": str(dtype).removeprefix("torch."), "parameters": parameters, "data": data.meta})
+        out = log.RunLog(config, resume_step=state["step"] if saved else None, wandb_id=state["wandb_id"])
     state["wandb_id"] = out.wandb.id if out.wandb else state["wandb_id"]
-    ceiling = hardware.matmul_ceiling(device, dtype)
+    ceiling = hardware.matmul_ceiling(device, dtype) * ranks.world
     norm_impl, why = ln_kernel.choose_impl(torch.device(device))
-    out.say(f"{log.count(model.parameter_count())} parameters on {device} in {str(dtype).removeprefix('torch.')}, "
-            f"{torch.get_num_threads()} threads; matrix products reach {ceiling / 1e9:.0f} GFLOP/s; "
+    several = f"{ranks.world} processes ({config.parallel}), each " if ranks.world > 1 else ""
+    out.say(f"{log.count(parameters)} parameters on {device} in {str(dtype).removeprefix('torch.')}, "
+            f"{several}{torch.get_num_threads()} threads; matrix products reach {ceiling / 1e9:.0f} GFLOP/s; "
             f"norm layers: {norm_impl} ({why})")
     out.say(f"{data.meta['tokenizer']} tokens of {config.dataset}: {log.count(data.meta['train_tokens'])} to train on, "
             f"{log.count(data.meta['val_tokens'])} to validate; {'resuming at' if saved else 'until'} "
             f"{log.count(state['tokens'] if saved else end_tokens)} tokens; log and checkpoint in {config.out_dir}")
+    if not streams_go_on and config.dropout > 0:
+        out.say("the checkpoint is from another number of processes: dropout draws anew from here, by seed, step and rank")
+    if config.gns_adam and config.gns != "off" and not tracker.adam:
+        out.say("gns_adam is off: with gns='exact' it needs Adam's second moment of every parameter whole on each process, "
+                "which parallel='fsdp' exists to avoid; gns='norm' has it")
 
     def save():
         flush()
         state["seconds"] = clock.seconds()
-        checkpoint.save(config.out_dir, {
-            "model": model.state_dict(), "optimizer": optimizer.state_dict(), "scaler": scaler.state_dict(),
-            "state": dict(state), "gns": tracker.state_dict(), "schedule": plan.state_dict(), "rng": rng_state(),
-            "config": dataclasses.asdict(config), "vocab_size": data.vocab_size, "data": data.meta,
-            "data_checksum": data.checksum})
+        whole = {"model": ranks.whole_model(model), "optimizer": ranks.whole_optimizer(optimizer), "rng": ranks.rng_state()}
+        if ranks.first:
+            checkpoint.save(config.out_dir, {
+                **whole, "scaler": scaler.state_dict(), "state": dict(state), "gns": tracker.state_dict(),
+                "schedule": sizes.state_dict(), "config": dataclasses.asdict(config), "vocab_size": data.vocab_size,
+                "data": data.meta, "data_checksum": data.checksum})
 
     def evaluate():
-        loss = validation_loss(model, data, config, device, autocast)
+        loss = validation_loss(model, data, config, device, autocast, ranks)
         if state["best_val_loss"] is None or loss < state["best_val_loss"]:
             state["best_val_loss"] = loss
         out.write({"step": state["step"], "tokens": state["tokens"], "val/loss": loss, "val/ppl": float(np.exp(loss))})
@@ -130,6 +150,8 @@ def train(config):
             if not bad:
                 tracker.absorb(values, mode, B, tokens)
         pending.clear()
+        ranks.agree(state["step"], {**{k: state[k] for k in ("step", "tokens", "examples", "bad_steps")}, "lr": lr,
+                                    "batch_size": B, **last, **tracker.numbers()})
 
     stop_signal = []
     for signum in (signal.SIGINT, signal.SIGTERM):
@@ -146,12 +168,14 @@ def train(config):
             save()  # the run can be resumed from its first step on, and a full disk shows now
             evaluate()
 
-    while state["tokens"] < end_tokens and not stop_signal:
-        note = plan.accept(plan.poll())  # batch_file, if its owner edited it
+    stopping = 0
+    while state["tokens"] < end_tokens and not stopping:
+        vote = ranks.vote(stop_signal)
+        note = sizes.accept(ranks.from_first(sizes.poll())) if config.batch_file else None  # its owner may have edited it
         if note:
             out.event(state["step"] + 1, state["tokens"], note)
-        B = plan.at(state["tokens"])
-        accum = B // config.micro_batch_size
+        B = sizes.at(state["tokens"])
+        accum = B // quantum
         step_tokens = B * config.block_size
         lr_factor, beta2, weight_decay = schedule.coupled(B, config)
         lr = lr_factor * schedule.learning_rate_at(state["tokens"] + step_tokens, config)
@@ -161,8 +185,9 @@ def train(config):
         loss_sum = torch.zeros((), device=device)
         loss_scale = scaler.scale(torch.ones((), device=device))  # 1 unless fp16
         for micro in range(accum):
-            first = state["examples"] + micro * config.micro_batch_size
+            first = state["examples"] + (micro * ranks.world + ranks.rank) * config.micro_batch_size
             x, y = data.train_batch(config.seed, first, config.micro_batch_size, device)
+            ranks.sync(run_model, last=micro == accum - 1)
             with autocast:
                 _, loss = run_model(x, y, **measure)
             scaler.scale(loss / accum).backward()
@@ -170,13 +195,13 @@ def train(config):
             tracker.take(measure, accum)
         tracker.release()
         scaler.unscale_(optimizer)
-        record = tracker.finish(loss_sum, B, loss_scale)
+        record = tracker.finish(loss_sum, B // ranks.world, loss_scale)
         pending.append((record, tracker.mode, B, step_tokens))
 
         # -- update; AdamW's fused kernel leaves everything as it was where `bad` is 1, without asking the host
         if config.grad_clip > 0:
             clip = torch.clamp(config.grad_clip / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0)
-            torch._foreach_mul_([p.grad for p in model.parameters()], clip)
+            torch._foreach_mul_([distributed.local(p.grad) for p in model.parameters()], clip)
         for group in optimizer.param_groups:
             group["lr"], group["betas"] = lr, (config.beta1, beta2)
             group["weight_decay"] = weight_decay if group["weight_decay"] else 0.0
@@ -193,9 +218,10 @@ def train(config):
         state["tokens"] += step_tokens
         state["examples"] += B
         done = state["tokens"] >= end_tokens
+        stopping = vote()
 
         # -- what the user sees
-        if state["step"] % config.log_interval == 0 or done or stop_signal or len(pending) >= MAX_BAD_STEPS:
+        if state["step"] % config.log_interval == 0 or done or stopping or len(pending) >= MAX_BAD_STEPS:
             flush()
             if state["bad_in_a_row"] >= MAX_BAD_STEPS:
                 out.close()
@@ -219,7 +245,7 @@ def train(config):
             out.say(describe(row, config, left))
             # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
             if state["step"] % config.log_interval == 0 and state["tokens"] < config.max_tokens:
-                note = plan.observe(state["tokens"], row)
+                note = sizes.observe(state["tokens"], row)
                 if note:
                     out.event(state["step"], state["tokens"], note)
             logged_tokens, logged_seconds, logged_step = state["tokens"], seconds, state["step"]
@@ -230,27 +256,30 @@ def train(config):
         with clock:
             if done or crossed(before, state["tokens"], config.eval_tokens):
                 evaluate()
-            if done or stop_signal or crossed(before, state["tokens"], config.checkpoint_tokens):
+            if done or stopping or crossed(before, state["tokens"], config.checkpoint_tokens):
                 save()
 
     out.close()
-    if stop_signal:
-        print(f"stopped by {signal.Signals(stop_signal[0]).name} at step {state['step']}; "
-              f"checkpoint saved in {config.out_dir}, --resume=True goes on from there")
-        return 128 + stop_signal[0]
-    print(summary(config))
-    return 0
+    if stopping and ranks.first:
+        print(f"stopped by {signal.Signals(stopping).name} at step {state['step']}; "
+              f"checkpoint saved in {config.out_dir}, --resume=True goes on from there", flush=True)
+    elif ranks.first:
+        print(summary(config))
+    return 128 + stopping if stopping else 0
 
 
-def load_for_resume(config, data, device):
+def load_for_resume(config, data, mmap=False):
     """The checkpoint to go on from, or None for a fresh run; never a run written over another one. That of another run,
     with branch_from, is marked as "branched"."""
     there = os.path.isfile(os.path.join(config.out_dir, checkpoint.NAME))
     if config.resume == "True" or (config.resume == "auto" and there):
-        saved = checkpoint.load(config.out_dir)
+        saved = checkpoint.load(config.out_dir, mmap=mmap)
         checkpoint.check_same_run(saved, config, data.checksum)
         return saved
-    if there or os.path.isfile(os.path.join(config.out_dir, log.NAME)):
+    logged = os.path.isfile(os.path.join(config.out_dir, log.NAME))
+    if logged and config.resume == "auto" and not log.read(config.out_dir):
+        logged = False  # ended before its first checkpoint: nothing to lose
+    if there or logged:
         raise ConfigError(f"out_dir={config.out_dir!r} already holds a run: continue it with --resume=True, "
                           "give another --out_dir, or remove it first")
     if config.branch_from:
@@ -260,33 +289,26 @@ def load_for_resume(config, data, device):
     return None
 
 
-def rng_state():
-    return {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []}
-
-
-def restore_rng(saved):
-    torch.set_rng_state(saved["cpu"].cpu())
-    if saved["cuda"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([s.cpu() for s in saved["cuda"]])
-
-
 def crossed(before, after, every):
     return every > 0 and after // every > before // every
 
 
 @torch.no_grad()
-def validation_loss(model, data, config, device, autocast):
-    """Mean loss over the fixed validation windows."""
+def validation_loss(model, data, config, device, autocast, ranks=None):
+    """Mean loss over the fixed validation windows. Ranks take turns; all make as many forward passes, as FSDP needs."""
+    ranks = ranks or distributed.Ranks()
     model.eval()
-    starts = data.val_starts(config.eval_iters)
+    starts, size = data.val_starts(config.eval_iters), config.micro_batch_size
     total = 0.0
-    for i in range(0, len(starts), config.micro_batch_size):
-        x, y = data.val_batch(starts[i:i + config.micro_batch_size], device)
+    for i in range(0, len(starts), size * ranks.world):
+        mine = starts[i + ranks.rank * size:i + (ranks.rank + 1) * size]
+        x, y = data.val_batch(mine if len(mine) else starts[:1], device)
         with autocast:
             _, loss = model(x, y)
-        total += loss.double().cpu() * len(x) if device != "mps" else loss.cpu().double() * len(x)
+        total += loss.double().cpu() * len(mine) if device != "mps" else loss.cpu().double() * len(mine)
+    ranks.after_evaluation(model)
     model.train()
-    return float(total / len(starts))
+    return float(ranks.host_sum(total) / len(starts))
 
 
 def describe(row, config, seconds_left):
@@ -374,10 +396,24 @@ def main(argv=None):
     if any(a in ("-h", "--help") for a in argv):
         print(configurator.help_text())
         return 0
+    ranks = None
     try:
-        return train(configurator.parse(argv))
+        if "--plan" in argv:
+            return plan.main(argv)
+        config = configurator.parse(argv)
+        device = hardware.pick_device(config.device)
+        ranks = distributed.start(config, device)
+        code = train(config, ranks, device)
+        ranks.stop()
+        return code
     except ConfigError as e:
+        if ranks and ranks.world > 1:
+            ranks.report(e)
         configurator.die(e)
+    except Exception as e:
+        if not ranks or ranks.world == 1:
+            raise
+        ranks.fail(e)
 
 
 if __name__ == "__main__":

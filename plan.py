@@ -1,0 +1,192 @@
+"""
+What a run will need, before it is run: parameters, memory per process, tokens, steps, FLOPs and time.
+
+    python train.py config/gpt_1_3b.py --plan                                # one device
+    python train.py config/gpt_1_3b.py --plan --devices=8 --kind=A100        # --mfu=0.35: another guess at the speed
+
+Formulas, no measurement: parameters and bytes are exact for this code (tests/test_plan.py holds them against real models,
+real optimizer state and the tensors that autograd really saves); time is FLOPs over an assumed share of the peak.
+
+Letters: P parameters, L layers, C channels, V vocabulary, n = micro-batch x T tokens of one forward pass.
+"""
+
+import os
+
+import configurator
+import schedule
+from configurator import ConfigError
+
+# dense bf16 FLOP/s (V100: fp16) and bytes of memory, as the vendors' data sheets give them
+KINDS = {"V100": (125e12, 32e9), "A100": (312e12, 80e9), "A100-40G": (312e12, 40e9), "A6000": (155e12, 48e9),
+         "L4": (121e12, 24e9), "RTX4090": (165e12, 24e9), "L40S": (362e12, 48e9), "H100": (989e12, 80e9),
+         "H200": (989e12, 141e9), "B200": (2250e12, 180e9)}
+MFU = 0.35  # an assumption, not measured by us: small models and slow networks reach less, tuned code more
+GPT2_VOCABULARY = 50257
+OPTIONS = {"devices": 1, "kind": "A100", "mfu": MFU}
+
+
+def unit_parameters(c, vocab_size):
+    """(parameters of one block, of everything outside the blocks)."""
+    C, norm = c.n_embd, c.n_embd * (2 if c.bias and c.norm == "layernorm" else 1)
+    matrices = 12 * C * C  # QKV 3, attention out 1, MLP 4 and 4
+    biases = 9 * C if c.bias else 0
+    outside = vocab_size * C * (1 if c.tie_weights else 2) + c.block_size * C + norm
+    return matrices + biases + 2 * norm, outside
+
+
+def parameters(c, vocab_size):
+    block, outside = unit_parameters(c, vocab_size)
+    return c.n_layer * block + outside
+
+
+def block_activations(c, n, half):
+    """Bytes that one block keeps for its backward pass; `half` is the size of an activation, 4, or 2 under autocast.
+
+    float32: the residual stream before both norms, mean and rstd of each row, the attention's log-sum-exp.
+    half:    both norms' outputs 2, Q K V 3, attention's output 1, GELU's input 4 and output 4."""
+    stats = 1 if c.norm == "rmsnorm" else 2
+    return n * (4 * 2 * c.n_embd + 4 * 2 * stats + 4 * c.n_head + half * 14 * c.n_embd)
+
+
+def activations(c, vocab_size, half, checkpointing):
+    """{part: bytes kept for the backward pass of one micro-batch}. Cosine attention and dropout keep a little more."""
+    n = c.micro_batch_size * c.block_size
+    one = block_activations(c, n, half)
+    stats = 1 if c.norm == "rmsnorm" else 2
+    head = n * (4 * c.n_embd + 4 * stats + half * c.n_embd + 4 * vocab_size + 2 * 8)  # final norm, softmax, ids in and out
+    if checkpointing == "block":  # each block keeps its input; one at a time is recomputed, which keeps that block's share
+        return {"blocks": c.n_layer * 4 * n * c.n_embd, "recomputed": one - 4 * n * c.n_embd, "head": head}
+    return {"blocks": c.n_layer * one, "recomputed": 0, "head": head}
+
+
+def working_memory(c, vocab_size, half):
+    """What comes and goes at the widest place, the logits: themselves (twice under autocast) and their gradients."""
+    return c.micro_batch_size * c.block_size * vocab_size * (4 if half == 4 else half + 4 + half)
+
+
+def memory(c, vocab_size, devices, parallel, half):
+    """{part: bytes on one process}, activations apart."""
+    P = parameters(c, vocab_size)
+    block, outside = unit_parameters(c, vocab_size)
+    matrices = c.n_layer * 12 * c.n_embd**2 + vocab_size * c.n_embd
+    if parallel == "ddp" or devices == 1:
+        return {"weights": 4 * P, "gradients": 4 * P, "optimizer": 8 * P, "weights in bf16": 2 * matrices if half == 2 else 0}
+    accumulates = c.batch_size > c.micro_batch_size * devices  # gradients travel once per step: whole ones until then
+    shard = -(-P // devices)
+    return {"weights": 4 * shard, "gradients": 4 * shard + (4 * P if accumulates else 0), "optimizer": 8 * shard,
+            "gathered units": 4 * outside + 2 * half * block + (2 * vocab_size * c.n_embd if half == 2 else 0)}
+
+
+def flops_per_token(c, vocab_size):
+    """As GPT.flops_per_token: 6 per weight that multiplies and 6 T C per block for causal attention."""
+    return 6 * (c.n_layer * 12 * c.n_embd**2 + vocab_size * c.n_embd) + 6 * c.n_layer * c.block_size * c.n_embd
+
+
+def recomputed_flops_per_token(c):
+    """A checkpointed block runs forward twice: a third of its forward and backward again."""
+    if c.activation_checkpointing == "none":
+        return 0
+    return 2 * c.n_layer * (12 * c.n_embd**2 + c.block_size * c.n_embd)
+
+
+def steps(c, devices):
+    """(steps, tokens, smallest and largest batch) of the whole run, by walking along its batch schedule."""
+    tokens, count, sizes = 0, 0, set()
+    while tokens < c.max_tokens:
+        B = schedule.batch_size_at(tokens, c, c.micro_batch_size * devices)
+        if c.batch_schedule == "constant":
+            count = -(-c.max_tokens // (B * c.block_size))
+            return count, count * B * c.block_size, (B, B)
+        sizes.add(B)
+        tokens += B * c.block_size
+        count += 1
+    return count, tokens, (min(sizes), max(sizes))
+
+
+def vocabulary(config):
+    """(size, where it is known from). A plan needs no data."""
+    import batches
+    folder = config.dataset if os.path.isdir(config.dataset) else os.path.join(batches.ROOT, "data", config.dataset)
+    if os.path.isfile(os.path.join(folder, "meta.json")):
+        return batches.Dataset(config.dataset, config.block_size).vocab_size, "from the dataset's meta.json"
+    if config.dataset == "stdlib":
+        return 256, "bytes"
+    return GPT2_VOCABULARY, "GPT-2's, assumed: the dataset is not prepared yet"
+
+
+def size(n):
+    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+
+
+def length(seconds):
+    days, hours = seconds / 86400, seconds / 3600
+    return f"{days:.1f} days" if days >= 2 else f"{hours:.1f} hours" if hours >= 1 else f"{seconds / 60:.1f} minutes"
+
+
+def text(c, devices, kind, mfu):
+    """The plan in words."""
+    V, known = vocabulary(c)
+    peak, room = KINDS[kind]
+    half = 4 if c.dtype == "float32" else 2
+    P, (block, outside) = parameters(c, V), unit_parameters(c, V)
+    quantum = c.micro_batch_size * devices
+    n_steps, tokens, (least, most) = steps(c, devices)
+    flops, extra = flops_per_token(c, V) * tokens, recomputed_flops_per_token(c) * tokens
+    lines = [f"Parameters   {P:,}: {c.n_layer} blocks of {block:,}, {outside:,} outside; vocabulary {V:,} ({known})",
+             f"Tokens       {tokens:,} in {n_steps:,} steps of {least} to {most} sequences of {c.block_size} "
+             f"({c.batch_schedule}); {quantum} in one pass of {devices} x {c.micro_batch_size}, "
+             f"accumulation {least // quantum} to {most // quantum}",
+             f"FLOPs        {flops:.3g} ({flops_per_token(c, V):.3g} a token)"
+             + (f", and {extra:.3g} to recompute blocks" if extra else ""),
+             f"Time         {length((flops + extra) / (devices * peak * mfu))} on {devices} x {kind}, if it reaches {mfu:.0%} "
+             f"of its {peak / 1e12:.0f} TFLOP/s (an assumption: --mfu; a short run measures it)",
+             "",
+             f"Memory of one process, {'float32' if half == 4 else 'bf16 autocast, float32 weights'}, micro-batch "
+             f"{c.micro_batch_size}; {kind} has {size(room)}"]
+    modes = ["ddp"] if devices == 1 else ["ddp", "fsdp"]
+    parts = {mode: memory(c, V, devices, mode, half) for mode in modes}
+    names = list(dict.fromkeys(name for mode in modes for name in parts[mode]))
+    lines.append(f"  {'':<28}" + "".join(f"{'one process' if devices == 1 else mode:>14}" for mode in modes))
+    for name in names:
+        lines.append(f"  {name:<28}" + "".join(f"{size(parts[mode].get(name, 0)):>14}" for mode in modes))
+    work = working_memory(c, V, half)
+    lines.append(f"  {'logits and their gradient':<28}" + f"{size(work):>14}" * len(modes))
+    for checkpointing in ("none", "block"):
+        kept = sum(activations(c, V, half, checkpointing).values())
+        name = "activations" + (", checkpointed" if checkpointing == "block" else "")
+        lines.append(f"  {name:<28}" + f"{size(kept):>14}" * len(modes))
+        totals = {mode: kept + work + sum(parts[mode].values()) for mode in modes}
+        used = " <- this config" if checkpointing == c.activation_checkpointing else ""
+        lines.append(f"  {'= in all':<28}" + "".join(f"{size(totals[m]) + ('' if totals[m] < 0.95 * room else ' !'):>14}"
+                                                     for m in modes) + used)
+    lines.append("  (! does not fit, with 5% to spare for the allocator, the libraries and the communication buffers)")
+    if devices > 1 and most > quantum:
+        lines.append("  fsdp: gradients travel once per step, so between micro-steps each process holds whole ones; batches of "
+                     f"{quantum} (no accumulation) would not need them")
+    return "\n".join(lines)
+
+
+def main(argv):
+    """argv as for train.py, with --plan and its own options."""
+    options, rest = dict(OPTIONS), []
+    for arg in argv:
+        name, eq, value = arg.removeprefix("--").partition("=")
+        if arg == "--plan":
+            continue
+        if arg.startswith("--") and name in OPTIONS:
+            try:
+                options[name] = type(OPTIONS[name])(value)
+            except ValueError:
+                raise ConfigError(f"command line: {arg}: expected a number") from None
+        else:
+            rest.append(arg)
+    config = configurator.parse(rest)
+    kinds = {k.lower(): k for k in KINDS}
+    if options["kind"].lower() not in kinds:
+        raise ConfigError(f"command line: --kind={options['kind']}: expected one of {', '.join(KINDS)}")
+    if options["devices"] < 1 or not 0 < options["mfu"] <= 1:
+        raise ConfigError("command line: --devices must be at least 1, --mfu above 0 and at most 1")
+    import distributed
+    distributed.check(config, options["devices"], "cuda")
+    print(text(config, options["devices"], kinds[options["kind"].lower()], options["mfu"]))
+    return 0
