@@ -102,7 +102,7 @@ class NoiseScale:
     @property
     def gns(self):
         """tr(Sigma) / |G|^2 in examples, or None while it is undetermined: |G|^2 not clearly above zero."""
-        return self.tr_sigma / self.sq_norm if self.interval() else None
+        return max(self.tr_sigma, 0.0) / self.sq_norm if self.interval() else None
 
     def interval(self, level=0.95):
         """(low, high) of the noise scale by Fieller's theorem, or None while undetermined. A noise scale is never
@@ -136,7 +136,7 @@ class Calibration:
     def update(self, scale, tokens, total_pair=None, norm_pair=None):
         """After every step: the norm layers' NoiseScale; the step's pairs (sq_norm, tr_sigma) where it was exact."""
         self.waiting += tokens
-        if total_pair is None or scale.gns is None:
+        if total_pair is None or not scale.gns:
             return
         s, g = scale.tr_sigma, scale.sq_norm
         self.averages.update((total_pair[1] / s, total_pair[0] / g, norm_pair[1] / s, norm_pair[0] / g), self.waiting)
@@ -159,7 +159,7 @@ class Calibration:
         """The whole model's noise scale (value, low, high) from the norm layers', or None. Relative errors of the two
         are added in quadrature: the exact steps are few among the steps behind `scale`."""
         factor, interval = self.factor(), scale.interval()
-        if factor is None or interval is None or interval[0] <= 0:
+        if factor is None or interval is None or interval[0] <= 0 or not scale.gns:
             return None
         value = factor[0] * scale.gns
         down = math.hypot(math.log(factor[0] / factor[1]), math.log(scale.gns / interval[0]))

@@ -32,7 +32,7 @@ class RunLog:
         self.path = os.path.join(config.out_dir, NAME)
         if resume_step is not None:
             self._drop_after(resume_step)
-        self.file = open(self.path, "a", encoding="utf-8")
+        self.file = open(self.path, "w" if resume_step is None else "a", encoding="utf-8")
         self.bar = sys.stdout.isatty()
         self.wandb = start_wandb(config, wandb_id) if config.wandb_log else None
 
@@ -84,18 +84,18 @@ class NoLog:
 def start_wandb(config, run_id):
     """A wandb run that never asks and never blocks: offline where there is no key or the server does not answer."""
     import wandb  # slow to import, so only when used
-    settings = dict(silent=True, init_timeout=30)
+    settings = dict(silent=True, init_timeout=10)
     options = dict(project=config.wandb_project, id=run_id, resume="allow", dir=config.out_dir, config=vars(config),
                    name=config.wandb_run_name or os.path.basename(os.path.normpath(config.out_dir)))
     mode = os.environ.get("WANDB_MODE") or ("online" if wandb_key() else "offline")
+    why = "asked for" if os.environ.get("WANDB_MODE") else "no key"
     try:
         run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
     except Exception as e:
-        print(f"wandb: {str(e).splitlines()[0]}; going on offline", flush=True)
-        mode = "offline"
+        why, mode = (str(e) or type(e).__name__).splitlines()[0], "offline"
         run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
     if mode == "offline":
-        print(f"wandb: offline (no key, or asked for): the run is in {run.dir.removesuffix('/files')}; "
+        print(f"wandb: offline ({why}): the run is in {run.dir.removesuffix('/files')}; "
               "send it later with wandb sync", flush=True)
     run.define_metric("tokens")
     run.define_metric("*", step_metric="tokens")

@@ -112,7 +112,7 @@ def draw_noise(ax, rows, name, color, alone):
     if alone and key != "gns/norm":
         ax.plot(*series(rows, "gns/norm"), color=color, lw=1, ls=":", label="noise scale, the norm layers")
     known = [v for v in value if v == v] + batch
-    ax.set_ylim(max(0.5, min(known) / 3), max(known) * 3)
+    ax.set_ylim(max(0.05, min(known) / 3), max(known) * 3)
 
 
 def draw_parts(ax, rows, name, color, alone):

@@ -53,8 +53,10 @@ def main(argv=None):
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token each time")
     parser.add_argument("--top_k", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="auto")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     args = parser.parse_args(argv)
+    if not args.temperature >= 0 or args.top_k < 1 or args.tokens < 1:
+        parser.error("--temperature must be at least 0, --top_k and --tokens at least 1")
     try:
         device = hardware.pick_device(args.device)
         model, name = load_model(args.out_dir, device)

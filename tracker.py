@@ -41,6 +41,7 @@ class Tracker:
         self.calibration = None
         if config.gns == "norm" and config.gns_calibrate_tokens:
             self.calibration = gns.Calibration(config.gns_half_life_tokens, EARLY)
+        self.norm_sites = [i for i, site in enumerate(self.sites["exact"]) if site[1] == "norm"]
         self.probes, self.taken, self.held, self.micro_sq, self.rank_sq = {}, [], None, None, None
         self.last = {}  # numbers of the newest step alone
 
@@ -108,8 +109,8 @@ class Tracker:
         if self.taken:
             sq = torch.cat(self.taken, -1) * (n_local / loss_scale) ** 2  # (S, 2 or 4, B)
             record["site_sq"] = sq[:, :2].sum((1, 2))
-            example = sq[:, :2].sum((0, 1))  # squared norm of each example's gradient over all sites
-            record["example"] = self.in_order(example)
+            own = sq[self.norm_sites] if self.mode != self.config.gns else sq  # a calibration step logs what its neighbours do
+            record["example"] = self.in_order(own[:, :2].sum((0, 1)))  # squared norm of each example's gradient
             if self.metrics:
                 record["site_psq"] = sq[:, 2:].sum((1, 2))
                 weighted = {n: (self.metrics[n] * local(p.grad).square()).sum() for n, p in self.tracked_parameters()}
@@ -170,9 +171,9 @@ class Tracker:
                     small, big = float(record[f"{kind}_sq"][params].sum()), float(record["param_sq"][params].sum())
                     self.scales[f"{group}_{kind}"].update(*gns.unbiased_pair(small, big, n_small, B), tokens)
         if mode != "off":
-            # jackknife over examples of the mean `small`, with `big` held: leaving one out moves it by spread / sqrt(B)
-            error = float(spread) / B**0.5
-            self.last |= {"gns/step_sq_norm_se": error / (B - 1), "gns/step_tr_sigma_se": error / (1 - 1 / B)}
+            # Jackknife over examples of the mean `small`, with `big` held, since norms alone do not tell how |G|^2 moves
+            # when an example is left out: good for tr_sigma, which is nearly `small`; of sq_norm it would say too little.
+            self.last["gns/step_tr_sigma_se"] = float(spread) / B**0.5 / (1 - 1 / B)
 
     def row(self):
         """The keys of a log line."""
@@ -231,7 +232,8 @@ def adam_metrics(optimizer, named):
     if not all(state):
         return None
     group = optimizer.param_groups[0]
-    correction = 1 - group["betas"][1] ** state[0]["step"]
-    second_moments = torch._foreach_div([local(s["exp_avg_sq"]) for s in state], correction)
-    denominators = torch._foreach_add(torch._foreach_sqrt(second_moments), group["eps"])
-    return {name: p for (name, _), p in zip(named, torch._foreach_reciprocal(denominators))}
+    v, beta2 = [local(s["exp_avg_sq"]) for s in state], group["betas"][1]
+    correction = (1 - beta2 ** state[0]["step"]).clamp_min(1 - beta2)  # the first step may have been skipped, as not finite
+    denominators = torch._foreach_add(torch._foreach_sqrt(torch._foreach_div(v, correction)), group["eps"])
+    # a coordinate that never had a gradient (a token not seen yet) has no metric: 1/eps would drown all others
+    return {name: p * (second > 0) for (name, _), p, second in zip(named, torch._foreach_reciprocal(denominators), v)}

@@ -126,10 +126,10 @@ def train(config, ranks, device):
 
     def evaluate():
         loss = validation_loss(model, data, config, device, autocast, ranks)
-        if state["best_val_loss"] is None or loss < state["best_val_loss"]:
-            state["best_val_loss"] = loss
+        if state["best_val_loss"] is None or not loss >= state["best_val_loss"]:
+            state["best_val_loss"] = loss if np.isfinite(loss) else state["best_val_loss"]
         out.write({"step": state["step"], "tokens": state["tokens"], "val/loss": loss, "val/ppl": float(np.exp(loss))})
-        out.say(f"step {state['step']:>6} | validation loss {loss:.4f}, best {state['best_val_loss']:.4f}")
+        out.say(f"step {state['step']:>6} | validation loss {loss:.4f}, best {state['best_val_loss'] or loss:.4f}")
 
     pending = []  # steps whose numbers are still on the device: (record, mode, B, tokens)
     last = {}  # numbers of the newest step that was fetched
@@ -165,8 +165,8 @@ def train(config, ranks, device):
         if branched:
             out.event(state["step"], state["tokens"], f"branched from {config.branch_from} at {state['tokens']} tokens")
         if not saved or branched:
-            save()  # the run can be resumed from its first step on, and a full disk shows now
             evaluate()
+            save()  # the run can be resumed from its first step on, and a full disk shows now
 
     stopping = 0
     while state["tokens"] < end_tokens and not stopping:
@@ -228,7 +228,7 @@ def train(config, ranks, device):
                 raise ConfigError(
                     f"stopped at step {state['step']}: loss or gradient was not finite {MAX_BAD_STEPS} steps in a row. Try "
                     f"a lower learning_rate (now {config.learning_rate}), a longer warmup_tokens, grad_clip=1.0, "
-                    f"dtype=float32 or cos_attn; the last good checkpoint is in {config.out_dir}")
+                    f"dtype=float32 or cos_attn, in a new out_dir; {config.out_dir} keeps its last good checkpoint")
         if state["step"] % config.log_interval == 0 or done:
             seconds = clock.seconds()
             rate = (state["tokens"] - logged_tokens) / (seconds - logged_seconds)
@@ -277,9 +277,7 @@ def load_for_resume(config, data, mmap=False):
         checkpoint.check_same_run(saved, config, data.checksum)
         return saved
     logged = os.path.isfile(os.path.join(config.out_dir, log.NAME))
-    if logged and config.resume == "auto" and not log.read(config.out_dir):
-        logged = False  # ended before its first checkpoint: nothing to lose
-    if there or logged:
+    if there or (logged and any("train/loss" in row for row in log.read(config.out_dir))):  # else it ended before its start
         raise ConfigError(f"out_dir={config.out_dir!r} already holds a run: continue it with --resume=True, "
                           "give another --out_dir, or remove it first")
     if config.branch_from:
@@ -328,9 +326,9 @@ def summary(config):
     import plot  # matplotlib is slow to import
     rows = log.read(config.out_dir)
     steps = [r for r in rows if "train/loss" in r]
-    val = [r["val/loss"] for r in rows if "val/loss" in r]
-    lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps and "
-                 f"{log.duration(steps[-1]['seconds'])} minutes; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
+    val = [r["val/loss"] for r in rows if r.get("val/loss") is not None] or [float("nan")]
+    lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps, time "
+                 f"{log.duration(steps[-1]['seconds'])}; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
     lines += noise_summary(steps, config) + [schedule_summary(rows, steps, config)]
     lines.append(f"Picture: {plot.report(config.out_dir)}    Text: python sample.py {config.out_dir}")
     return "\n".join(lines)
@@ -353,13 +351,13 @@ def noise_summary(steps, config):
     over = "".join(f"{row[key]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']}), " for row in path)
     B = end["batch_size"]
     verdict = (f"{B / g:.1f} times that: steps are cleaner than they need to be, a smaller batch would learn more per token"
-               if B > 1.5 * g else
+               if B > 1.5 * g > 0 else
                f"{g / B:.1f} times less: steps are noisy, a larger batch would cost few extra tokens and save steps"
                if g > 1.5 * B else "about that: tokens and steps are well balanced")
     lines = [f"Noise scale of {log.NOISE[key]}, in sequences: {over}{g:.3g} at the end "
              f"(95% interval {low:.3g} to {high:.3g}), which is {log.count(g * config.block_size)} tokens.",
              f"It suggests a batch of about {max(2, round(g))} sequences. This run ended at {B}, {verdict}."]
-    if end.get("gns/calibration"):
+    if key == "gns/calibrated":
         factor, low, high = (end[f"gns/calibration{suffix}"] for suffix in ("", "_low", "_high"))
         lines.append(f"It is the norm layers' {end['gns/norm']:.3g} times {factor:.2f} (95% interval {low:.2f} to {high:.2f}), "
                      "measured by exact steps on the way.")
@@ -411,9 +409,11 @@ def main(argv=None):
             ranks.report(e)
         configurator.die(e)
     except Exception as e:
-        if not ranks or ranks.world == 1:
-            raise
-        ranks.fail(e)
+        if ranks and ranks.world > 1:
+            ranks.fail(e)
+        if isinstance(e, OSError) and e.strerror:  # a full disk, a folder that cannot be written
+            configurator.die(f"{e.strerror}: {e.filename or ''}".rstrip(": "))
+        raise
 
 
 if __name__ == "__main__":

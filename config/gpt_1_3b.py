@@ -20,6 +20,7 @@ learning_rate = 2e-4
 min_lr = learning_rate / 10
 
 gns_half_life_tokens = 100_000_000
+gns_calibrate_tokens = 20_000_000  # one exact step in 20 to 150
 eval_tokens = 200_000_000
 eval_iters = 256
 checkpoint_tokens = 200_000_000

@@ -131,6 +131,29 @@ def test_example_statistics_are_those_of_the_examples(setting):
     assert last["gns/step_tr_sigma_se"] == pytest.approx(jackknife, rel=1e-4)
 
 
+def test_a_calibration_step_logs_the_same_statistics_as_its_neighbours(setting):
+    model, optimizer, x, y = setting
+    found = []
+    for every in (0, 1):
+        config = Config(gns="norm", micro_batch_size=4, batch_size=12, gns_calibrate_tokens=every, gns_adam=False, **SHAPE)
+        found.append(one_step(config, model, optimizer, x, y).last)
+        optimizer.zero_grad()
+    assert found[0].keys() == found[1].keys()
+    assert all(found[1][k] == pytest.approx(found[0][k], rel=1e-3) for k in found[0])
+
+
+def test_adams_metric_survives_a_skipped_first_step_and_ignores_what_never_had_a_gradient():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([weight], betas=(0.9, 0.95), fused=True)
+    weight.grad = torch.full((3,), float("nan"))
+    optimizer.found_inf = torch.ones(())
+    optimizer.step()
+    assert torch.equal(adam_metrics(optimizer, [("w", weight)])["w"], torch.zeros(3))
+    weight.grad, optimizer.found_inf = torch.tensor([1.0, 2.0, 0.0]), torch.zeros(())
+    optimizer.step()
+    torch.testing.assert_close(adam_metrics(optimizer, [("w", weight)])["w"], torch.tensor([1.0, 0.5, 0.0]))
+
+
 def test_the_cross_check_is_the_classical_estimate_from_micro_batches(setting):
     model, optimizer, x, y = setting
     config = Config(gns="norm", gns_crosscheck=True, micro_batch_size=4, batch_size=12, gns_calibrate_tokens=0, **SHAPE)

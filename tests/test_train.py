@@ -141,7 +141,8 @@ def wait_for_step(out, step, process):
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_run_resumes_bit_for_bit(tmp_path, tiny_args, how):
-    args = dict(dropout=0.1, max_tokens=24_000, warmup_tokens=320, checkpoint_tokens=3000, eval_tokens=9000, log_interval=3)
+    args = dict(dropout=0.1, max_tokens=24_000, warmup_tokens=320, checkpoint_tokens=3000, eval_tokens=9000, log_interval=3,
+                gns_calibrate_tokens=1500)
     assert run_script(*tiny_args(out_dir=tmp_path / "whole", **args)).returncode == 0
     process = start(tiny_args(out_dir=tmp_path / "stopped", **args))
     wait_for_step(tmp_path / "stopped", random.Random().randint(5, 100), process)
@@ -340,3 +341,28 @@ def test_importing_touches_nothing_and_loads_nothing_heavy():
             "print([m for m in ('wandb', 'datasets', 'tiktoken', 'matplotlib') if m in sys.modules])")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
+
+
+def test_a_run_that_ended_before_its_first_step_can_be_started_again(tmp_path, tiny_args):
+    """Ctrl-C while wandb connects or the kernel compiles leaves a folder without a checkpoint: nothing to lose there."""
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    (out / "log.jsonl").write_text('{"step": 0, "tokens": 0, "val/loss": 4.0}\n')
+    assert train.main(tiny_args(out_dir=out, max_tokens=320)) == 0
+    rows = log.read(out)
+    assert sum(r["step"] == 0 for r in rows) == 1 and rows[0]["val/loss"] != 4.0
+
+
+def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path, tiny_args, capsys):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as e:
+        train.main(tiny_args(out_dir=tmp_path / "file" / "run"))
+    assert e.value.code == 2 and "file" in capsys.readouterr().err
+
+
+def test_a_validation_loss_that_is_not_finite_neither_becomes_the_best_nor_breaks_the_summary(tmp_path, tiny_args, monkeypatch):
+    losses = iter([float("nan"), 3.0, float("nan")])
+    monkeypatch.setattr(train, "validation_loss", lambda *_: next(losses))
+    assert train.main(tiny_args(out_dir=tmp_path / "run")) == 0
+    assert checkpoint.load(str(tmp_path / "run"))["state"]["best_val_loss"] == 3.0
