@@ -3,12 +3,16 @@
     python bench.py kernel          norm kernels against torch's own, ref, and a copy of the same bytes (3 minutes)
     python bench.py kernel --threads=1 --seconds=2 --out=/tmp/kernel.json
     python bench.py triton          compile the CUDA kernels, no GPU needed: registers, spills, global traffic
+    python bench.py step            whole training steps: tracking off, norm, exact, and off with torch's own LayerNorm
+    python bench.py step --models=char --others      and per-sample gradients by torch.func, Opacus and BackPACK
+                                                     (pip install -r requirements-bench.txt)
 
 Variants take turns within each round, so that whatever else the machine does falls on all of them; medians and
 quartiles over rounds. The tables go to the screen, every number to results/<command>.json.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import math
@@ -28,6 +32,9 @@ import torch.nn.functional as F
 
 import hardware
 import ln_kernel
+from configurator import Config
+from model import GPT, GPTConfig
+from tracker import Tracker
 
 # ---- shared: timing and reporting
 
@@ -138,7 +145,7 @@ def kernel(args):
     impl, reason = ln_kernel.choose_impl("cpu")
     print(f"{hardware.cpu_name()}, {torch.get_num_threads()} threads; ours = {impl} ({reason})")
     if os.getloadavg()[0] > 0.5:
-        print(f"This machine is busy (load {os.getloadavg()[0]:.1f}): threads wait for each other, and all times run together.")
+        print(f"This machine is busy (load {os.getloadavg()[0]:.1f}): threads wait for each other, and ratios blur.")
     print("Time ratios, forward / backward / both:")
     print(f"{'dtype':9}{'B, T, C':>16} {'torch ms':>9}  " + "".join(f"{a + ' / ' + b:>24}" for a, b in RATIOS))
     shapes = []
@@ -236,6 +243,209 @@ def triton_command(args):
     write_json(args.out, {"kernels": rows})
 
 
+# ---- step: forward, backward, measurement, clipping and AdamW, on random tokens
+
+MODELS = {  # GPTConfig, micro-batch
+    "quickstart": (dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=256), 8),
+    "char": (dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65), 12),
+    "gpt_111m": (dict(n_layer=10, n_head=12, n_embd=768, block_size=1024, vocab_size=50257), 1),
+}
+
+
+def batch_of(shape, micro):
+    ids = torch.randint(shape["vocab_size"], (micro, shape["block_size"] + 1), generator=torch.Generator().manual_seed(0))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def clip_and_step(optimizer, parameters, total_sq=None):
+    grads = [p.grad for p in parameters]
+    total_sq = torch.stack(torch._foreach_norm(grads)).square().sum() if total_sq is None else total_sq
+    torch._foreach_mul_(grads, torch.clamp(1.0 / (total_sq.sqrt() + 1e-6), max=1.0))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def our_step(shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32):
+    """One optimizer step of one micro-batch, with the parts of train.py."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(norm_impl=norm_impl, **shape))
+    parameters = list(model.parameters())
+    optimizer = adamw(model.parameter_groups(0.1))
+    tracker = Tracker(model, optimizer, Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro), "cpu")
+    x, y = batch_of(shape, micro)
+    one, autocast = torch.ones(()), hardware.autocast("cpu", dtype)
+
+    def run():
+        start = time.perf_counter()
+        measure = tracker.begin(1, 2)
+        with autocast:
+            _, loss = model(x, y, **measure)
+        loss.backward()
+        tracker.take(measure, 1)
+        record = tracker.finish(loss.detach(), micro, one)
+        clip_and_step(optimizer, parameters, record["param_sq"].sum())
+        return {"step": time.perf_counter() - start}
+    return run
+
+
+class PlainGPT(torch.nn.Module):
+    """The same GPT of plain torch modules alone, which is what per-sample gradient packages know. Positions are looked up
+    with a batch dimension, and the head is not tied: the packages support neither."""
+
+    def __init__(self, n_layer, n_head, n_embd, block_size, vocab_size):
+        super().__init__()
+        self.n_head, nn = n_head, torch.nn
+        self.wte, self.wpe = nn.Embedding(vocab_size, n_embd), nn.Embedding(block_size, n_embd)
+        self.blocks = nn.ModuleList(nn.ModuleDict({
+            "ln_1": nn.LayerNorm(n_embd), "c_attn": nn.Linear(n_embd, 3 * n_embd), "proj": nn.Linear(n_embd, n_embd),
+            "ln_2": nn.LayerNorm(n_embd), "c_fc": nn.Linear(n_embd, 4 * n_embd), "out": nn.Linear(4 * n_embd, n_embd)})
+            for _ in range(n_layer))
+        self.ln_f, self.head = nn.LayerNorm(n_embd), nn.Linear(n_embd, vocab_size, bias=False)
+
+    def forward(self, idx):
+        B, T = idx.shape
+        x = self.wte(idx) + self.wpe(torch.arange(T, device=idx.device).expand(B, T))
+        for m in self.blocks:
+            qkv = m["c_attn"](m["ln_1"](x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
+            y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+            x = x + m["proj"](y.transpose(1, 2).reshape(B, T, -1))
+            x = x + m["out"](F.gelu(m["c_fc"](m["ln_2"](x)), approximate="tanh"))
+        return self.head(self.ln_f(x))
+
+
+def sample_norms(per_sample):
+    """(B,) squared norms over all parameters, from per-sample gradients (B, ...) each."""
+    return sum(g.flatten(1).square().sum(1) for g in per_sample)
+
+
+def finish_with_per_sample(optimizer, parameters, per_sample):
+    """What the noise scale needs beside the norms: the mean gradient; then the same clipping and update as ours."""
+    norms = sample_norms(per_sample)
+    for p, g in zip(parameters, per_sample):
+        p.grad = g.mean(0)
+    clip_and_step(optimizer, parameters)
+    return norms
+
+
+def plain_step(shape, micro, package):
+    """The step of PlainGPT: alone, or with every per-sample gradient from one of the packages."""
+    torch.manual_seed(0)
+    model = PlainGPT(**shape)
+    x, y = batch_of(shape, micro)
+    if package == "opacus":
+        from opacus import GradSampleModule
+        model = GradSampleModule(model, loss_reduction="mean")
+    parameters = list(model.parameters())
+    optimizer = adamw(parameters)
+
+    def loss_of(logits, targets):
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    def one_example(values, idx, target):
+        return loss_of(torch.func.functional_call(model, values, (idx[None],)), target[None])
+
+    def run():
+        start = time.perf_counter()
+        if package == "torch.func":
+            values = {n: p.detach() for n, p in model.named_parameters()}
+            per_sample = torch.func.vmap(torch.func.grad(one_example), in_dims=(None, 0, 0))(values, x, y)
+            finish_with_per_sample(optimizer, parameters, list(per_sample.values()))
+        else:
+            loss_of(model(x), y).backward()
+            if package == "opacus":
+                per_sample = [p.grad_sample for p in parameters]
+                finish_with_per_sample(optimizer, parameters, per_sample)
+                for p in parameters:
+                    p.grad_sample = None
+            else:
+                clip_and_step(optimizer, parameters)
+        return {"step": time.perf_counter() - start}
+    return run
+
+
+def backpack_reason():
+    """BackPACK extends modules it knows; whether it takes this model is found by trying a tiny one."""
+    import backpack
+    from backpack.extensions import BatchL2Grad
+    model, loss = PlainGPT(1, 1, 8, 4, 5), torch.nn.CrossEntropyLoss()
+    try:
+        model, loss = backpack.extend(model, use_converter=False), backpack.extend(loss)
+        x, y = batch_of({"vocab_size": 5, "block_size": 4}, 2)
+        with backpack.backpack(BatchL2Grad()):
+            loss(model(x).flatten(0, 1), y.flatten()).backward()
+        missing = [n for n, p in model.named_parameters() if not hasattr(p, "batch_l2")]
+        return f"no per-sample norms for {len(missing)} parameters" if missing else None
+    except Exception as e:
+        return f"{type(e).__name__}: {str(e).splitlines()[0][:120]}"
+
+
+def peak_bytes(run):
+    """Largest number of bytes that torch's CPU allocator held during one step, above what it held before: exact, unlike RSS."""
+    from torch.profiler import ProfilerActivity, profile
+    run()
+    with silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        run()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for e in sorted(events, key=lambda e: e.start_ns()):
+        held += e.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@contextlib.contextmanager
+def silent_stderr():
+    """The profiler's C++ side chats on file descriptor 2."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
+def step_variants(name, others):
+    shape, micro = MODELS[name]
+    variants = {"off, torch's norm": our_step(shape, micro, "off", norm_impl="torch"), "off": our_step(shape, micro, "off"),
+                "norm": our_step(shape, micro, "norm"), "norm + adam": our_step(shape, micro, "norm", adam=True),
+                "exact": our_step(shape, micro, "exact"), "exact + adam": our_step(shape, micro, "exact", adam=True)}
+    if others:
+        variants["plain modules, off"] = plain_step(shape, micro, None)
+        for package in ("torch.func", "opacus"):
+            variants[f"plain modules, {package}"] = plain_step(shape, micro, package)
+        reason = backpack_reason()
+        print(f"BackPACK: {reason or 'supports the model'}")
+    return variants
+
+
+def step(args):
+    hardware.prepare_cpu()
+    report = {}
+    for name in args.models.split(","):
+        variants = step_variants(name, args.others)
+        samples = interleave(variants, args.seconds, min_rounds=args.rounds)
+        base = samples["off, torch's norm"]["step"]
+        print(f"{name}: {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, {len(base)} rounds; "
+              "ratio of each round to that round's step with tracking off and torch's own LayerNorm: median (quartiles)")
+        report[name] = {}
+        for variant, phases in samples.items():
+            ratios = [a / b for a, b in zip(phases["step"], base)]
+            q1, median, q3 = statistics.quantiles(ratios, n=4, method="inclusive")
+            peak = peak_bytes(variants[variant])
+            report[name][variant] = {**spread(phases["step"]), "ratio": median, "ratio_q1": q1, "ratio_q3": q3,
+                                     "peak_bytes": peak}
+            print(f"  {variant:26} {statistics.median(phases['step']) * 1e3:9.1f} ms   {median:.3f} ({q1:.3f} to {q3:.3f})   "
+                  f"peak {peak / 2**20:.1f} MiB", flush=True)
+        del variants
+    write_json(args.out, {"threads": torch.get_num_threads(), "models": report})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -247,6 +457,13 @@ def main():
     p = commands.add_parser("triton", help="compile the CUDA kernels and report")
     p.add_argument("--out", default="results/triton.json")
     p.set_defaults(run=triton_command)
+    p = commands.add_parser("step", help="whole training steps on this CPU")
+    p.add_argument("--models", default=",".join(MODELS), help="some of them, by comma")
+    p.add_argument("--others", action="store_true", help="also torch.func, Opacus and BackPACK")
+    p.add_argument("--seconds", type=float, default=30.0, help="per model, at least")
+    p.add_argument("--rounds", type=int, default=7, help="at least so many per model")
+    p.add_argument("--out", default="results/step.json")
+    p.set_defaults(run=step)
     args = parser.parse_args()
     args.run(args)
 

@@ -16,7 +16,15 @@ FORMAT = 1
 
 # keys that may change on resume: where and how the run is computed and watched, not what is computed
 FREE_KEYS = {"out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log", "wandb_project",
-             "wandb_run_name", "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval", "checkpoint_tokens"}
+             "wandb_run_name", "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval", "checkpoint_tokens",
+             "stop_tokens", "branch_from"}
+
+# keys that a branch may set anew: batch, learning rate and what goes with them
+BRANCH_KEYS = FREE_KEYS | {
+    "seed", "batch_size", "batch_schedule", "batch_size_start", "batch_steps", "batch_file",
+    "batch_gns_factor", "batch_gns_margin", "batch_gns_dwell_tokens", "batch_shrink", "max_tokens", "warmup_tokens",
+    "decay_tokens", "learning_rate", "min_lr", "lr_decay", "lr_scaling", "lr_reference_batch", "beta2", "beta2_scaling",
+    "weight_decay", "weight_decay_scaling"}
 
 
 def write_atomically(path, write):
@@ -58,15 +66,19 @@ def load(out_dir, device="cpu", mmap=False):
     return state
 
 
-def check_same_run(state, config, checksum):
-    """A resume that would compute something else says which key differs."""
+def check_same_run(state, config, checksum, branch=False):
+    """A resume that would compute something else says which key differs; a branch may change more."""
     old, new = state["config"], dataclasses.asdict(config)
-    differ = [k for k in new if k not in FREE_KEYS and k in old and _plain(old[k]) != _plain(new[k])]
+    free = BRANCH_KEYS if branch else FREE_KEYS
+    if config.batch_schedule == "gns" and not branch:
+        free = free - {"log_interval"}  # the controller decides at logged steps
+    differ = [k for k in new if k not in free and k in old and _plain(old[k]) != _plain(new[k])]
+    what = "branch" if branch else "resume"
     if differ:
         listed = ", ".join(f"{k} is {new[k]!r}, the checkpoint has {old[k]!r}" for k in differ)
-        raise ConfigError(f"resume: {listed}; give the old value, or start a new out_dir")
+        raise ConfigError(f"{what}: {listed}; give the old value, or start a new out_dir")
     if state["data_checksum"] != checksum:
-        raise ConfigError(f"resume: dataset={config.dataset!r} has other contents than the checkpoint's (its train.bin was "
+        raise ConfigError(f"{what}: dataset={config.dataset!r} has other contents than the checkpoint's (its train.bin was "
                           "prepared anew): restore it, or start a new out_dir")
 
 

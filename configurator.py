@@ -19,6 +19,8 @@ import sys
 import types
 from dataclasses import dataclass, field
 
+import schedule
+
 DEFAULT_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", "quickstart.py")
 
 
@@ -59,27 +61,44 @@ class Config:
                                                 "compute", ("none", "block"))
     # -- batch
     micro_batch_size: int = opt(8, "sequences in one forward pass: what fits into memory and is fast")
-    batch_size: int = opt(64, "sequences in one optimizer step (the last, if scheduled); a multiple of micro_batch_size "
+    batch_size: int = opt(32, "sequences in one optimizer step (the last, if scheduled); a multiple of micro_batch_size "
                               "x processes")
-    batch_schedule: str = opt("linear", "linear: from batch_size_start to batch_size over the run, as in the paper",
-                              ("constant", "linear"))
-    batch_size_start: int = opt(8, "first batch of a schedule; ignored by constant")
+    batch_schedule: str = opt("linear", "linear: from batch_size_start to batch_size over the run, as in the paper; gns: "
+                                        "follows the noise scale between the two", schedule.KINDS)
+    batch_size_start: int = opt(8, "first batch of linear, smallest of gns")
+    batch_steps: str = opt("", "for steps: tokens:batch, e.g. 0:32, 50M:64, 200M:128 (k, M, B for thousands to billions)")
+    batch_file: str = opt("", "for file: a text file with lines of tokens and batch, straight lines between them; edit it "
+                              "while the run goes on")
+    batch_gns_factor: float = opt(1.0, "for gns: batch over noise scale; 1 balances tokens and steps, less reads fewer tokens "
+                                       "in more steps, more the other way round")
+    batch_gns_margin: float = opt(0.1, "for gns: the interval must clear the batch by this share before it moves")
+    batch_gns_dwell_tokens: int = opt(0, "for gns: at least so many tokens between moves; 0 = gns_half_life_tokens, when half "
+                                         "of the average is new")
+    batch_shrink: bool = opt(False, "for gns: may the batch also shrink; off because the noise scale grows in most runs")
     # -- optimisation; everything is counted in tokens, since steps change size
-    max_tokens: int = opt(3_000_000, "the end of the run: about two minutes on two CPU cores")
-    warmup_tokens: int = opt(150_000, "linear from 0; 5% is ample at this size")
+    max_tokens: int = opt(2_500_000, "the end of the run: about two minutes on two CPU cores")
+    warmup_tokens: int = opt(125_000, "linear from 0; 5% is ample at this size")
     decay_tokens: int = opt(0, "where the learning rate reaches min_lr; 0 = max_tokens")
     learning_rate: float = opt(2e-3, "peak; small models like more than the usual 3e-4")
     min_lr: float = opt(2e-4, "a tenth of the peak, as in the paper; 0 decays to zero")
     lr_decay: str = opt("linear", "shape after the warm-up", ("linear", "cosine", "none"))
+    lr_scaling: str = opt("none", "learning rate times sqrt(k) (Adam) or k (SGD) for a batch k times the reference; none is "
+                                  "what the paper does", ("none", "sqrt", "linear"))
+    lr_reference_batch: int = opt(0, "the batch for which learning_rate, beta2 and weight_decay are meant; 0 = batch_size")
     weight_decay: float = opt(0.1, "on matrices only; vectors (norms, biases) are not decayed")
     beta1: float = opt(0.9, "AdamW's first moment")
     beta2: float = opt(0.95, "AdamW's second moment; shorter than 0.999 because batches are large")
+    beta2_scaling: str = opt("none", "tokens holds beta2's half-life in tokens, beta2^k at k times the reference batch",
+                             ("none", "tokens"))
+    weight_decay_scaling: str = opt("none", "tokens holds the time, in tokens, over which weights decay: weight_decay times k "
+                                            "over the learning rate's factor", ("none", "tokens"))
     grad_clip: float = opt(1.0, "largest gradient norm; 0 turns clipping off, the norm is logged either way")
     # -- noise scale
     gns: str = opt("norm", "norm: from the norm layers, for free; exact: every parameter, layer by layer, slower",
                    ("off", "norm", "exact"))
-    gns_half_life_tokens: int = opt(250_000, "averages forget half in this many tokens: longer is steadier, later")
-    gns_calibrate_tokens: int = opt(50_000, "one exact step in so many tokens measures the factor from the norm layers' "
+    gns_half_life_tokens: int = opt(250_000, "averages forget half in so many tokens (or a fifth of those seen, if less): "
+                                             "longer is steadier, later")
+    gns_calibrate_tokens: int = opt(25_000, "one exact step in so many tokens measures the factor from the norm layers' "
                                             "noise scale to the whole model's; 0 = never")
     gns_adam: bool = opt(True, "also the noise scale in the metric that Adam steps in (each coordinate over sqrt(v))")
     gns_crosscheck: bool = opt(False, "also the classical estimate, micro-batch gradients against the whole: noisier, "
@@ -89,6 +108,8 @@ class Config:
     eval_iters: int = opt(64, "validation windows per evaluation: a fixed, evenly spaced set, the same for every run")
     log_interval: int = opt(10, "steps between log lines; values wait on the device until then")
     checkpoint_tokens: int = opt(1_000_000, "save every so many tokens (and at the end, on Ctrl-C and on SIGTERM)")
+    stop_tokens: int = opt(0, "leave here with a checkpoint, so that --resume=True can go on; 0 = at max_tokens")
+    branch_from: str = opt("", "a run folder: start from its checkpoint, with another batch or learning rate")
     resume: str = opt("False", "True continues out_dir from its checkpoint; auto does if there is one",
                       ("False", "True", "auto"))
     wandb_log: bool = opt(False, "also log to wandb; offline, without asking, where there is no key")
@@ -212,7 +233,8 @@ def check(c):
                  "max_tokens", "gns_half_life_tokens", "log_interval", "eval_iters"):
         need(getattr(c, name) >= 1, name, "must be at least 1")
     for name in ("warmup_tokens", "decay_tokens", "gns_calibrate_tokens", "eval_tokens", "checkpoint_tokens",
-                 "learning_rate", "min_lr", "weight_decay", "grad_clip", "seed"):
+                 "learning_rate", "min_lr", "weight_decay", "grad_clip", "seed", "batch_gns_margin",
+                 "batch_gns_dwell_tokens", "lr_reference_batch", "stop_tokens"):
         need(getattr(c, name) >= 0, name, "must not be negative")
     need(bool(c.out_dir), "out_dir", "must name a folder")
     need(c.n_embd % c.n_head == 0, "n_embd", f"must be divisible by n_head={c.n_head}: heads share the width evenly")
@@ -225,14 +247,24 @@ def check(c):
          f"must not end before warmup_tokens={c.warmup_tokens} (0 = max_tokens)")
     for name in ("cos_attn", "spectral_qkv"):
         need(all(0 <= i < c.n_layer for i in getattr(c, name)), name, f"blocks are numbered 0 to {c.n_layer - 1}")
-    sizes = ["batch_size"] if c.batch_schedule == "constant" else ["batch_size", "batch_size_start"]
+    sizes = {"constant": ["batch_size"], "steps": [], "file": []}.get(c.batch_schedule, ["batch_size", "batch_size_start"])
     for name in sizes:
         value, micro = getattr(c, name), c.micro_batch_size
         need(value >= micro, name, f"is smaller than micro_batch_size={micro}: raise it or lower micro_batch_size")
         need(value % micro == 0, name, f"is not a multiple of micro_batch_size={micro}: "
                                        f"take {value // micro * micro} or {(value // micro + 1) * micro}")
-    need(c.batch_schedule == "constant" or c.batch_size_start <= c.batch_size, "batch_size_start",
+    need(c.batch_schedule not in ("linear", "gns") or c.batch_size_start <= c.batch_size, "batch_size_start",
          f"must not exceed batch_size={c.batch_size}, which the schedule ends with")
+    if c.batch_schedule == "steps":
+        try:
+            schedule.parse_steps(c.batch_steps, c.micro_batch_size)
+        except ValueError as e:
+            need(False, "batch_steps", str(e))
+    need(c.batch_schedule != "file" or c.batch_file, "batch_file", "batch_schedule=file needs the path of one")
+    need(c.batch_gns_factor > 0, "batch_gns_factor", "must be above 0")
+    need(c.batch_schedule != "gns" or c.gns != "off", "gns", "batch_schedule=gns needs a noise scale: norm or exact")
+    need(c.batch_schedule != "gns" or c.batch_size_start >= 2, "batch_size_start",
+         "batch_schedule=gns needs at least 2: a step of one example has no noise scale")
 
 
 def help_text():

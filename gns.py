@@ -31,18 +31,21 @@ class Averages:
     """Token-decayed means of a few quantities that are measured together, and the covariance of those means.
 
     A step weighs 1 - 2^(-tokens / half_life), so that weights follow tokens and not steps; dividing by their sum
-    corrects the start.
+    corrects the start. With `early` the half-life is at most that share of the tokens seen so far: at the start of training
+    |G|^2 falls by orders of magnitude within a few steps, and a fixed window would remember them for many half-lives.
     """
 
-    def __init__(self, size, half_life_tokens):
-        self.half_life_tokens = half_life_tokens
+    def __init__(self, size, half_life_tokens, early=None):
+        self.half_life_tokens, self.early, self.tokens = half_life_tokens, early, 0
         self.updates = 0
         self.w, self.w2 = 0.0, 0.0  # sums of w and of w^2
         self.x, self.x2 = [0.0] * size, [0.0] * size  # sums of w x and of w^2 x
         self.xx = [[0.0] * size for _ in range(size)]  # sums of w^2 x x^T
 
     def update(self, values, tokens):
-        decay = 2.0 ** (-tokens / self.half_life_tokens)
+        self.tokens += tokens
+        half_life = min(self.half_life_tokens, self.early * self.tokens) if self.early else self.half_life_tokens
+        decay = 2.0 ** (-tokens / half_life)
         w, size = 1 - decay, range(len(self.x))
         self.w = decay * self.w + w
         self.w2 = decay * decay * self.w2 + w * w
@@ -82,8 +85,8 @@ class NoiseScale:
     """Averages of (tr_sigma, sq_norm), their ratio, and its interval. Numerator and denominator are averaged apart and
     then divided: the average of ratios would be biased, and undefined where sq_norm comes out near zero."""
 
-    def __init__(self, half_life_tokens):
-        self.averages = Averages(2, half_life_tokens)
+    def __init__(self, half_life_tokens, early=None):
+        self.averages = Averages(2, half_life_tokens, early)
 
     def update(self, sq_norm, tr_sigma, tokens):
         self.averages.update((tr_sigma, sq_norm), tokens)
@@ -119,18 +122,25 @@ class NoiseScale:
 
 
 class Calibration:
-    """The factor from the norm layers' noise scale to the whole model's, from steps in which both were measured.
+    """The factor from the norm layers' noise scale to the whole model's, from exact steps, in which both are measured.
 
-    factor = (S_t / G_t) / (S_n / G_n) of the averaged pairs (t total, n norm). Both come from the same examples, so their
-    errors largely cancel; the interval is the delta method's on log(factor), with all covariances.
+    factor = (S_t / G_t) / (S_n / G_n) of averaged pairs (t total, n norm). Each is taken in units of the norm layers' present
+    averages, so that steps of different times, whose gradients differ by orders of magnitude, count alike. Total and norm
+    come from the same examples, so their errors largely cancel: the delta method on log(factor), with all covariances.
     """
 
-    def __init__(self, half_life_tokens):
-        self.averages = Averages(4, half_life_tokens)
+    def __init__(self, half_life_tokens, early=None):
+        self.averages = Averages(4, half_life_tokens, early)
+        self.waiting = 0  # tokens since the last exact step: it stands for all of them
 
-    def update(self, total_pair, norm_pair, tokens):
-        """Pairs are (sq_norm, tr_sigma), as unbiased_pair gives them."""
-        self.averages.update((total_pair[1], total_pair[0], norm_pair[1], norm_pair[0]), tokens)
+    def update(self, scale, tokens, total_pair=None, norm_pair=None):
+        """After every step: the norm layers' NoiseScale; the step's pairs (sq_norm, tr_sigma) where it was exact."""
+        self.waiting += tokens
+        if total_pair is None or scale.gns is None:
+            return
+        s, g = scale.tr_sigma, scale.sq_norm
+        self.averages.update((total_pair[1] / s, total_pair[0] / g, norm_pair[1] / s, norm_pair[0] / g), self.waiting)
+        self.waiting = 0
 
     def factor(self, level=0.95):
         """(factor, low, high), or None while undetermined: some average not clearly above zero."""
@@ -147,7 +157,7 @@ class Calibration:
 
     def apply(self, scale):
         """The whole model's noise scale (value, low, high) from the norm layers', or None. Relative errors of the two
-        are added in quadrature: the calibration steps are few among the steps behind `scale`."""
+        are added in quadrature: the exact steps are few among the steps behind `scale`."""
         factor, interval = self.factor(), scale.interval()
         if factor is None or interval is None or interval[0] <= 0:
             return None
@@ -157,10 +167,11 @@ class Calibration:
         return value, value * math.exp(-down), value * math.exp(up)
 
     def state_dict(self):
-        return self.averages.state_dict()
+        return {"waiting": self.waiting, "averages": self.averages.state_dict()}
 
     def load_state_dict(self, state):
-        self.averages.load_state_dict(state)
+        self.waiting = state["waiting"]
+        self.averages.load_state_dict(state["averages"])
 
 
 def ratio_interval(m_s, m_g, v_ss, v_sg, v_gg, z):

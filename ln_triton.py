@@ -115,7 +115,7 @@ def backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
         finish_kernel[(B, kinds)](partials, metric, c, sq, B, C, parts, METRIC=metric is not None, **launch(C))
     if not rms and not has_bias:   # its probe still has bias rows: they are 0
         sq = torch.cat([sq, torch.zeros_like(sq)], 1)
-    dw, *db = c.sum(1).to(weight.dtype).unbind()
+    dw, *db = (v.sum(0).to(weight.dtype) for v in c)
     return dx, dw, db[0] if has_bias else None, sq.flatten(0, 1) if tracked else None
 
 

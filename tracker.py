@@ -17,7 +17,7 @@ import torch
 import gns
 from distributed import Ranks, local
 
-CALIBRATION_HALF_LIVES = 8  # the factor total/norm changes slowly and is measured rarely: it gets a longer memory
+EARLY = 0.2  # averages never look back further than about this share of the tokens seen so far
 
 
 class Tracker:
@@ -40,12 +40,12 @@ class Tracker:
             self.scales |= {f"{group}_{kind}": self.new_scale() for kind in small for group in ("norm", "total")}
         self.calibration = None
         if config.gns == "norm" and config.gns_calibrate_tokens:
-            self.calibration = gns.Calibration(CALIBRATION_HALF_LIVES * config.gns_half_life_tokens)
+            self.calibration = gns.Calibration(config.gns_half_life_tokens, EARLY)
         self.probes, self.taken, self.held, self.micro_sq, self.rank_sq = {}, [], None, None, None
         self.last = {}  # numbers of the newest step alone
 
     def new_scale(self):
-        return gns.NoiseScale(self.config.gns_half_life_tokens)
+        return gns.NoiseScale(self.config.gns_half_life_tokens, EARLY)
 
     # -- on the device, during a step
 
@@ -151,15 +151,18 @@ class Tracker:
             self.last = {"gns/example_max": float(largest), "gns/example_median": float(median)}
         if B == 1:
             return  # one example says nothing about noise
-        pairs = {}
         for group, (sites, params) in self.members.get(mode, {}).items():
-            pairs[group] = pair(record["site_sq"][sites], record["param_sq"][params], B)
-            if group in self.scales:
-                self.scales[group].update(*pairs[group], tokens)
+            if group not in self.scales:
+                continue
+            sq_norm, tr_sigma = pair(record["site_sq"][sites], record["param_sq"][params], B)
+            self.scales[group].update(sq_norm, tr_sigma, tokens)
+            self.last |= {f"gns/{group}_step_sq_norm": sq_norm, f"gns/{group}_step_tr_sigma": tr_sigma}
             if "site_psq" in record and f"{group}_adam" in self.scales:
                 self.scales[f"{group}_adam"].update(*pair(record["site_psq"][sites], record["param_psq"][params], B), tokens)
-        if self.calibration and mode == "exact":
-            self.calibration.update(pairs["total"], pairs["norm"], tokens)
+        if self.calibration:
+            pairs = [pair(record["site_sq"][sites], record["param_sq"][params], B)
+                     for sites, params in (self.members[mode][g] for g in ("total", "norm"))] if mode == "exact" else ()
+            self.calibration.update(self.scales["norm"], tokens, *pairs)
         for kind, n_small in (("micro", self.config.micro_batch_size), ("rank", B // self.ranks.world)):
             if f"{kind}_sq" in record and B > n_small:
                 for group in ("norm", "total"):

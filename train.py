@@ -29,7 +29,6 @@ import distributed
 import hardware
 import ln_kernel
 import log
-import plan
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
@@ -46,6 +45,13 @@ def train(config, ranks, device):
         hardware.prepare_cpu()
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
     saved = ranks.guard(lambda: load_for_resume(config, data, mmap=ranks.world > 1))
+    branched = bool(saved and saved.get("branched"))
+    end_tokens = min(config.stop_tokens or config.max_tokens, config.max_tokens)
+    if branched and saved["state"]["tokens"] >= end_tokens:
+        raise ConfigError(f"branch_from={config.branch_from!r}: its checkpoint is at {saved['state']['tokens']} tokens, "
+                          f"this run ends at {end_tokens}")
+    quantum = config.micro_batch_size * ranks.world
+    plan = ranks.guard(lambda: batch_schedule(config, quantum, saved and not branched and saved.get("schedule")))
 
     # -- model and optimizer
     torch.manual_seed(config.seed)
@@ -71,10 +77,10 @@ def train(config, ranks, device):
     if saved:
         ranks.load_optimizer(optimizer, saved.pop("optimizer"))
         scaler.load_state_dict(saved["scaler"])
-        state.update(saved["state"])
+        state.update(saved["state"], **({"best_val_loss": None, "wandb_id": None} if branched else {}))
         tracker.load_state_dict(saved["gns"])
         streams_go_on = ranks.restore_rng(saved["rng"], config.seed, state["step"])
-    if saved and state["tokens"] >= config.max_tokens:
+    if saved and state["tokens"] >= end_tokens:
         if ranks.first:
             print(f"{config.out_dir} is finished: {log.count(state['tokens'])} tokens in {state['step']} steps")
             print(summary(config))
@@ -97,7 +103,7 @@ def train(config, ranks, device):
             f"norm layers: {norm_impl} ({why})")
     out.say(f"{data.meta['tokenizer']} tokens of {config.dataset}: {log.count(data.meta['train_tokens'])} to train on, "
             f"{log.count(data.meta['val_tokens'])} to validate; {'resuming at' if saved else 'until'} "
-            f"{log.count(state['tokens'] if saved else config.max_tokens)} tokens; log and checkpoint in {config.out_dir}")
+            f"{log.count(state['tokens'] if saved else end_tokens)} tokens; log and checkpoint in {config.out_dir}")
     if not streams_go_on and config.dropout > 0:
         out.say("the checkpoint is from another number of processes: dropout draws anew from here, by seed, step and rank")
     if config.gns_adam and config.gns != "off" and not tracker.adam:
@@ -111,8 +117,8 @@ def train(config, ranks, device):
         if ranks.first:
             checkpoint.save(config.out_dir, {
                 **whole, "scaler": scaler.state_dict(), "state": dict(state), "gns": tracker.state_dict(),
-                "config": dataclasses.asdict(config), "vocab_size": data.vocab_size, "data": data.meta,
-                "data_checksum": data.checksum})
+                "schedule": plan.state_dict(), "config": dataclasses.asdict(config), "vocab_size": data.vocab_size,
+                "data": data.meta, "data_checksum": data.checksum})
 
     def evaluate():
         loss = validation_loss(model, data, config, device, autocast, ranks)
@@ -152,18 +158,24 @@ def train(config, ranks, device):
     start_tokens, start_seconds = logged_tokens, logged_seconds = state["tokens"], clock.seconds()
     logged_step = state["step"]
     with clock:
-        if not saved:
+        if branched:
+            out.event(state["step"], state["tokens"], f"branched from {config.branch_from} at {state['tokens']} tokens")
+        if not saved or branched:
             save()  # the run can be resumed from its first step on, and a full disk shows now
             evaluate()
 
-    quantum = config.micro_batch_size * ranks.world
     stopping = 0
-    while state["tokens"] < config.max_tokens and not stopping:
+    while state["tokens"] < end_tokens and not stopping:
         vote = ranks.vote(stop_signal)
-        B = schedule.batch_size_at(state["tokens"], config, quantum)
+        if plan.file:
+            note = plan.accept(ranks.from_first(plan.poll))  # batch_file, if its owner edited it
+            if note:
+                out.event(state["step"] + 1, state["tokens"], note)
+        B = plan.at(state["tokens"])
         accum = B // quantum
         step_tokens = B * config.block_size
-        lr = schedule.learning_rate_at(state["tokens"] + step_tokens, config)
+        lr_factor, beta2, weight_decay = schedule.coupled(B, config)
+        lr = lr_factor * schedule.learning_rate_at(state["tokens"] + step_tokens, config)
 
         # -- gradients: the mean over all B examples, micro-batch by micro-batch
         measure = tracker.begin(state["tokens"], state["tokens"] + step_tokens)
@@ -188,7 +200,8 @@ def train(config, ranks, device):
             clip = torch.clamp(config.grad_clip / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0)
             torch._foreach_mul_([distributed.local(p.grad) for p in model.parameters()], clip)
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"], group["betas"] = lr, (config.beta1, beta2)
+            group["weight_decay"] = weight_decay if group["weight_decay"] else 0.0
         if scaler.is_enabled():
             scaler.step(optimizer)
             scaler.update()
@@ -201,7 +214,7 @@ def train(config, ranks, device):
         state["step"] += 1
         state["tokens"] += step_tokens
         state["examples"] += B
-        done = state["tokens"] >= config.max_tokens
+        done = state["tokens"] >= end_tokens
         stopping = vote()
 
         # -- what the user sees
@@ -213,21 +226,28 @@ def train(config, ranks, device):
                     f"stopped at step {state['step']}: loss or gradient was not finite {MAX_BAD_STEPS} steps in a row. Try "
                     f"a lower learning_rate (now {config.learning_rate}), a longer warmup_tokens, grad_clip=1.0, "
                     f"dtype=float32 or cos_attn; the last good checkpoint is in {config.out_dir}")
-        if ranks.first and (state["step"] % config.log_interval == 0 or done):
+        if state["step"] % config.log_interval == 0 or done:
             seconds = clock.seconds()
             rate = (state["tokens"] - logged_tokens) / (seconds - logged_seconds)
-            left = max(0, config.max_tokens - state["tokens"]) * (seconds - start_seconds) / (state["tokens"] - start_tokens)
+            left = max(0, end_tokens - state["tokens"]) * (seconds - start_seconds) / (state["tokens"] - start_tokens)
             row = {"step": state["step"], "tokens": state["tokens"], "examples": state["examples"],
                    "train/loss": last["loss"], "lr": lr, "batch_size": B, "accum": accum,
                    "dt_ms": 1e3 * (seconds - logged_seconds) / (state["step"] - logged_step), "tok_per_sec": rate,
                    "mfu": rate * model.flops_per_token() / ceiling, "grad/norm": last["grad_norm"], "seconds": seconds,
                    "bad_steps": state["bad_steps"]}
+            row |= {key: value for key, value in (("beta2", beta2), ("weight_decay", weight_decay))
+                    if getattr(config, f"{key}_scaling") != "none"}
             row |= tracker.row()
             out.write(row)
             out.say(describe(row, config, left))
+            # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
+            if state["step"] % config.log_interval == 0 and state["tokens"] < config.max_tokens:
+                note = plan.observe(state["tokens"], row)
+                if note:
+                    out.event(state["step"], state["tokens"], note)
             logged_tokens, logged_seconds, logged_step = state["tokens"], seconds, state["step"]
         if out.bar:
-            out.progress(min(1, state["tokens"] / config.max_tokens), f"step {state['step']}, batch {B}")
+            out.progress(min(1, state["tokens"] / end_tokens), f"step {state['step']}, batch {B}")
 
         # -- evaluation and checkpoint, outside the clock
         with clock:
@@ -245,8 +265,16 @@ def train(config, ranks, device):
     return 128 + stopping if stopping else 0
 
 
+def batch_schedule(config, quantum, saved):
+    try:
+        return schedule.BatchSchedule(config, quantum, saved)
+    except ValueError as e:
+        raise ConfigError(f"batch_file={config.batch_file!r}: {e}") from None
+
+
 def load_for_resume(config, data, mmap=False):
-    """The checkpoint to go on from, or None for a fresh run; never a run written over another one."""
+    """The checkpoint to go on from, or None for a fresh run; never a run written over another one. That of another run,
+    with branch_from, is marked as "branched"."""
     there = os.path.isfile(os.path.join(config.out_dir, checkpoint.NAME))
     if config.resume == "True" or (config.resume == "auto" and there):
         saved = checkpoint.load(config.out_dir, mmap=mmap)
@@ -258,6 +286,10 @@ def load_for_resume(config, data, mmap=False):
     if there or logged:
         raise ConfigError(f"out_dir={config.out_dir!r} already holds a run: continue it with --resume=True, "
                           "give another --out_dir, or remove it first")
+    if config.branch_from:
+        saved = checkpoint.load(config.branch_from, mmap=mmap)
+        checkpoint.check_same_run(saved, config, data.checksum, branch=True)
+        return {**saved, "branched": True}
     return None
 
 
@@ -303,7 +335,7 @@ def summary(config):
     val = [r["val/loss"] for r in rows if "val/loss" in r]
     lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps and "
                  f"{log.duration(steps[-1]['seconds'])} minutes; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
-    lines += noise_summary(steps, config)
+    lines += noise_summary(steps, config) + [schedule_summary(rows, steps, config)]
     lines.append(f"Picture: {plot.report(config.out_dir)}    Text: python sample.py {config.out_dir}")
     return "\n".join(lines)
 
@@ -320,14 +352,15 @@ def noise_summary(steps, config):
         return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
                 "Try a longer gns_half_life_tokens or a larger batch_size."]
     g, low, high = log.noise(end, key)
-    path = [min(known, key=lambda row: abs(row["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
-    over = ", ".join(f"{row[key]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']})" for row in path)
+    nearest = [min(known, key=lambda row: abs(row["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
+    path = {row["step"]: row for row in nearest if row is not end}.values()
+    over = "".join(f"{row[key]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']}), " for row in path)
     B = end["batch_size"]
     verdict = (f"{B / g:.1f} times that: steps are cleaner than they need to be, a smaller batch would learn more per token"
                if B > 1.5 * g else
                f"{g / B:.1f} times less: steps are noisy, a larger batch would cost few extra tokens and save steps"
                if g > 1.5 * B else "about that: tokens and steps are well balanced")
-    lines = [f"Noise scale of {log.NOISE[key]}, in sequences: {over}, and {g:.3g} at the end "
+    lines = [f"Noise scale of {log.NOISE[key]}, in sequences: {over}{g:.3g} at the end "
              f"(95% interval {low:.3g} to {high:.3g}), which is {log.count(g * config.block_size)} tokens.",
              f"It suggests a batch of about {max(2, round(g))} sequences. This run ended at {B}, {verdict}."]
     if end.get("gns/calibration"):
@@ -340,6 +373,28 @@ def noise_summary(steps, config):
     return lines
 
 
+def schedule_summary(rows, steps, config):
+    """A sentence about the batches of the run, beside those that the noise scale asked for."""
+    first, last = steps[0]["batch_size"], steps[-1]["batch_size"]
+    text = f"The schedule ({config.batch_schedule}) " + (
+        f"kept the batch at {last}" if all(r["batch_size"] == last for r in steps) else
+        f"took the batch from {first} to {last}")
+    key = log.noise_key(steps)
+    known = [(row["tokens"] - before["tokens"], row["batch_size"] / row[key])
+             for before, row in zip([{"tokens": 0}, *steps], steps) if row.get(key)]
+    if known:
+        total = sum(tokens for tokens, _ in known)
+        above, below = (sum(t for t, r in known if test(r)) / total for test in (lambda r: r > 2, lambda r: r < 0.5))
+        text += (f"; of the tokens with a known noise scale, {above:.0%} were read in batches above twice it and "
+                 f"{below:.0%} in batches below half of it")
+    moves = [(r["event"].split(":")[0].removeprefix("batch "), r["tokens"]) for r in rows
+             if r.get("event", "").startswith("batch ") and " -> " in r["event"]]
+    if config.batch_schedule == "gns":
+        text += (f". The controller moved it {len(moves)} time{'s' if len(moves) != 1 else ''}"
+                 + (": " + ", ".join(f"{move} at {log.count(tokens)}" for move, tokens in moves) if moves else ""))
+    return text + "."
+
+
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if any(a in ("-h", "--help") for a in argv):
@@ -348,6 +403,7 @@ def main(argv=None):
     ranks = None
     try:
         if "--plan" in argv:
+            import plan
             return plan.main(argv)
         config = configurator.parse(argv)
         device = hardware.pick_device(config.device)

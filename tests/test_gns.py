@@ -147,32 +147,58 @@ def test_state_survives_json_bit_for_bit():
     assert second.state_dict() == whole.state_dict() and second.interval() == whole.interval()
 
 
-def calibration_trial(rng, steps, ratio):
-    """Steps in which a whole (5 coordinates) and a part (2 of them) are measured on the same examples."""
-    mean, scale = np.full(5, 0.5), np.array([1.0, 1.0, ratio, ratio, ratio])
-    calibration, part = Calibration(1e9), NoiseScale(1e9)
-    for _ in range(steps):
-        g = mean + scale * rng.standard_normal((1, 16, 5))
+def test_early_averages_follow_a_fall_that_a_fixed_window_would_remember():
+    """|G|^2 falls a thousandfold in the first tenth of the tokens; soon after, the noise scale should be the new one."""
+    fixed, adaptive = NoiseScale(50_000), NoiseScale(50_000, early=0.2)
+    for step in range(300):
+        sq_norm = 1000.0 if step < 10 else 1.0
+        for scale in (fixed, adaptive):
+            scale.update(sq_norm * (1 + 0.01 * (-1) ** step), 10.0, 1000)
+    assert adaptive.tr_sigma / adaptive.sq_norm == pytest.approx(10.0, rel=0.05)
+    assert fixed.tr_sigma / fixed.sq_norm < 5.0
+    late = NoiseScale(1000, early=0.2)
+    for _ in range(5000):
+        late.update(1.0, 0.0, 100)
+    for _ in range(10):  # far from the start the half-life is the one asked for
+        late.update(0.0, 1.0, 100)
+    assert late.sq_norm == pytest.approx(0.5, abs=1e-3)
+
+
+def calibration_trial(rng, steps, every, drift=1.0, B=16):
+    """A whole of 5 coordinates and a part of 2, measured together in one step of `every`; `drift` is the factor by which all
+    gradients shrink over the trial. Returns the calibration, the part's noise scale, the true values of whole and factor."""
+    mean, scale = np.full(5, 0.5), np.array([1.0, 1.0, 1.5, 1.5, 1.5])
+    calibration, part = Calibration(1e9), NoiseScale(1e9 if drift == 1 else 1000)
+    for i in range(steps):
+        g = drift ** (i / steps) * (mean + scale * rng.standard_normal((1, B, 5)))
         total, norm = pairs_of(g)[0], pairs_of(g[..., :2])[0]
-        calibration.update(total, norm, 100)
         part.update(*norm, 100)
-    truth = ((scale**2).sum() / (mean**2).sum()) / ((scale[:2] ** 2).sum() / (mean[:2] ** 2).sum())
-    return calibration, part, truth
+        calibration.update(part, 100, *((total, norm) if i % every == 0 else ()))
+    truth = (scale**2).sum() / (mean**2).sum()
+    return calibration, part, truth, truth / ((scale[:2] ** 2).sum() / (mean[:2] ** 2).sum())
 
 
 def test_the_calibration_interval_covers_the_true_factor():
     rng = np.random.default_rng(3)
-    inside = 0
+    inside = np.zeros(2)
     for _ in range(400):
-        calibration, _, truth = calibration_trial(rng, 40, 1.5)
-        value, low, high = calibration.factor()
-        assert low < value < high
-        inside += low <= truth <= high
-    assert 365 <= inside <= 395
+        calibration, part, truth, true_factor = calibration_trial(rng, 200, every=5)
+        for i, (found, expected) in enumerate(((calibration.factor(), true_factor), (calibration.apply(part), truth))):
+            value, low, high = found
+            assert low < value < high
+            inside[i] += low <= expected <= high
+    assert 364 <= inside[0] <= 395 and inside[1] >= 364
+
+
+def test_calibration_is_not_misled_when_gradients_shrink_a_thousandfold():
+    rng = np.random.default_rng(5)
+    trials = [calibration_trial(rng, 400, every=4, drift=0.03) for _ in range(60)]
+    found = [np.log(c.factor()[0] / true_factor) for c, _, _, true_factor in trials if c.factor()]
+    assert len(found) >= 55 and abs(np.mean(found)) < 0.1
 
 
 def test_the_calibrated_value_is_factor_times_scale_with_a_wider_interval_than_either():
-    calibration, part, _ = calibration_trial(np.random.default_rng(4), 60, 1.5)
+    calibration, part, _, _ = calibration_trial(np.random.default_rng(4), 200, 5)
     value, low, high = calibration.apply(part)
     factor, f_low, f_high = calibration.factor()
     assert value == pytest.approx(factor * part.gns) and low < value < high
@@ -180,10 +206,18 @@ def test_the_calibrated_value_is_factor_times_scale_with_a_wider_interval_than_e
 
 
 def test_calibration_claims_nothing_from_too_little():
-    calibration = Calibration(1e9)
-    assert calibration.factor() is None and calibration.apply(NoiseScale(1.0)) is None
-    calibration.update((1.0, 2.0), (1.0, 1.0), 10)
-    assert calibration.factor() is None
-    for i in range(20):
-        calibration.update((0.01 * (-1) ** i, 2.0), (1.0, 1.0), 10)
-    assert calibration.factor() is None
+    calibration, part = Calibration(1e9), NoiseScale(1e9)
+    assert calibration.factor() is None and calibration.apply(part) is None
+    for i in range(20):  # |G|^2 of the whole is lost in noise
+        part.update(1.0 + 0.01 * (-1) ** i, 1.0, 10)
+        calibration.update(part, 10, (0.01 * (-1) ** i, 2.0), (1.0, 1.0))
+    assert part.gns and calibration.factor() is None and calibration.apply(part) is None
+
+
+def test_calibration_state_survives_json_bit_for_bit():
+    calibration, part, _, _ = calibration_trial(np.random.default_rng(7), 33, 5)
+    copy = Calibration(1.0)
+    copy.load_state_dict(json.loads(json.dumps(calibration.state_dict())))
+    for c in (calibration, copy):
+        c.update(part, 100, (1.0, 2.0), (1.0, 1.5))
+    assert copy.state_dict() == calibration.state_dict() and copy.factor() == calibration.factor()

@@ -1,6 +1,7 @@
 import json
 import os
 
+import numpy as np
 import pytest
 
 import log
@@ -65,3 +66,143 @@ def test_a_folder_without_a_run_is_one_clear_line(tmp_path, capsys, content, wor
     with pytest.raises(SystemExit) as e:
         plot.main([str(tmp_path)])
     assert e.value.code == 2 and words in capsys.readouterr().err
+
+
+# -- compare
+
+def write_curve(folder, speed, batch, seconds_per_step=0.5, tokens=4000):
+    """Loss 6 - speed * tokens / 1000, evaluated every 400 tokens; `batch` tokens a step."""
+    os.makedirs(folder)
+    with open(os.path.join(folder, log.NAME), "w") as f:
+        for t in range(0, tokens + 1, 40):
+            loss = 6 - speed * t / 1000
+            if t:
+                f.write(json.dumps({"step": t // batch, "tokens": t, "train/loss": loss, "lr": 1e-3, "batch_size": batch,
+                                    "tok_per_sec": 1e4, "seconds": seconds_per_step * t / batch}) + "\n")
+            if t % 400 == 0:
+                f.write(json.dumps({"step": t // batch, "tokens": t, "val/loss": loss}) + "\n")
+    return str(folder)
+
+
+def groups(tmp_path):
+    """fixed gets to 4.0 and 3.8; fast takes 20% fewer tokens in 60% fewer steps; small takes fewer tokens in more steps."""
+    return {"fixed": [write_curve(tmp_path / "a", 0.5, 10), write_curve(tmp_path / "b", 0.55, 10)],
+            "fast": [write_curve(tmp_path / "c", 0.656, 20), write_curve(tmp_path / "d", 0.656, 20)],
+            "small": [write_curve(tmp_path / "e", 0.6, 5), write_curve(tmp_path / "f", 0.7, 5)],
+            "greedy": [write_curve(tmp_path / "g", 0.5, 40)], "never": [write_curve(tmp_path / "h", 0.1, 10)]}
+
+
+def test_compare_finds_known_tokens_steps_and_seconds(tmp_path):
+    loaded = {name: [plot.load(d) for d in dirs] for name, dirs in groups(tmp_path).items()}
+    result = plot.comparison(loaded)
+    assert result["loss"] == "val" and result["target"] == pytest.approx(4.0), "the loss that both fixed runs reached"
+    fixed, fast = (result["groups"][name]["at_target"] for name in ("fixed", "fast"))
+    mean = (4000 + 2000 / 0.55) / 2
+    assert fixed["tokens"]["mean"] == pytest.approx(mean) and fixed["tokens"]["low"] == pytest.approx(2000 / 0.55)
+    assert fixed["steps"]["high"] == pytest.approx(400) and fixed["seconds"]["high"] == pytest.approx(200)
+    assert fast["tokens"]["mean"] == pytest.approx(2000 / 0.656) and fast["tokens"]["std"] == pytest.approx(0, abs=1e-6)
+    assert fast["less"]["tokens"]["mean"] == pytest.approx(1 - 2000 / 0.656 / mean)
+    assert fast["less"]["steps"]["mean"] == pytest.approx(1 - 2000 / 0.656 / 20 / (mean / 10))
+    assert result["groups"]["fast"]["final_val_loss"]["mean"] == pytest.approx(6 - 0.656 * 4)
+    for row in result["groups"]["fast"]["levels"]:
+        if 4.0 <= row["loss"] < 5.9:
+            assert row["tokens"]["mean"] == pytest.approx((6 - row["loss"]) / 0.656 * 1000)
+    never = result["groups"]["never"]["at_target"]
+    assert never["reached"] == 0 and never["tokens"] is None and never["less"]["tokens"] is None
+
+
+def test_reaching_a_loss_is_interpolated_and_the_first_time_counts():
+    import numpy as np
+    run = {"tokens": np.array([0.0, 100, 200, 300]), "steps": np.array([0.0, 10, 15, 20]),
+           "seconds": np.array([0.0, 1, 2, 3]), "loss": np.array([5.0, 4.0, 4.5, 3.5])}
+    assert plot.reach(run, 4.5) == {"tokens": 50.0, "steps": 5.0, "seconds": 0.5}
+    assert plot.reach(run, 4.0)["tokens"] == 100.0 and plot.reach(run, 3.75)["tokens"] == 275.0
+    assert plot.reach(run, 6.0)["tokens"] == 0.0 and plot.reach(run, 3.0) is None
+
+
+def test_smoothing_keeps_a_constant_and_follows_tokens_not_rows():
+    import numpy as np
+    tokens = np.array([10.0, 20, 60])
+    assert plot.smoothed_loss(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
+    a = plot.smoothed_loss(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
+    assert a[-1] == pytest.approx(1 - 2.0**-5, rel=0.01), "five half-lives after the jump"
+
+
+def test_more_tokens_for_fewer_steps_is_never_called_a_saving(tmp_path, capsys):
+    words = [f"{name}={','.join(dirs)}" for name, dirs in groups(tmp_path).items()]
+    assert plot.main(["--compare", *words, "--out", str(tmp_path / "cmp.png")]) == 0
+    lines = {line.split(":")[0].strip(): line for line in capsys.readouterr().out.split("Against fixed:")[1].splitlines()}
+    assert "20% fewer tokens and 60% fewer steps: a saving" in lines["fast"]
+    assert "fewer tokens" in lines["small"] and "more steps" in lines["small"] and lines["small"].count("a trade") == 1
+    assert "more tokens" in lines["greedy"] and "no saving" in lines["greedy"]
+    assert "0 of 1 runs got there" in lines["never"]
+    assert os.path.getsize(tmp_path / "cmp.png") > 20_000
+    assert json.load(open(tmp_path / "cmp.json"))["groups"]["fast"]["runs"] == 2
+
+
+def test_runs_without_evaluations_are_compared_by_their_smoothed_training_loss(tmp_path):
+    runs = {name: [[r for r in plot.load(d) if "val/loss" not in r] for d in dirs[:1]]
+            for name, dirs in groups(tmp_path).items() if name in ("fixed", "fast")}
+    result = plot.comparison(runs)
+    assert result["loss"] == "train" and result["groups"]["fixed"]["final_val_loss"] is None
+    assert result["groups"]["fast"]["at_target"]["less"]["tokens"]["mean"] == pytest.approx(1 - 0.5 / 0.656, abs=0.01)
+    assert "smoothed training loss" in plot.compare_table(result)
+
+
+@pytest.mark.parametrize("words, message", [
+    (["fixed"], "'fixed' is not name=out_dir"), (["a=x", "a=y"], "comes twice"), (["a=x"], "at least two"),
+    (["a=", "b=y"], "'a=' is not"), (["a=x", "b=y"], "x: no readable log.jsonl")])
+def test_wrong_groups_are_one_clear_line(words, message, capsys):
+    with pytest.raises(SystemExit) as e:
+        plot.main(["--compare", *words])
+    assert e.value.code == 2 and message in capsys.readouterr().err
+
+
+def exact_rows(n=400, factor=2.0, seed=0):
+    """Rows of an exact run in which the total's noise scale is `factor` times the norm layers', both rising."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(n):
+        level = 5 + 20 * i / n
+        row = {"step": i + 1, "tokens": 1000 * (i + 1), "train/loss": 1.0}
+        for group, times in (("total", factor), ("norm", 1.0), ("block_0", 1.5), ("block_1", 3.0)):
+            tr, sq = times * level * rng.normal(1, 0.1), rng.normal(1, 0.1)
+            row |= {f"gns/{group}_step_sq_norm": sq, f"gns/{group}_step_tr_sigma": tr, f"gns/{group}": times * level,
+                    f"gns/{group}_sq_norm": 1.0, f"gns/{group}_tr_sigma": times * level}
+        rows.append(row)
+    return rows
+
+
+def test_the_regression_finds_the_slope_that_was_put_in():
+    numbers = plot.layer_numbers(exact_rows())
+    most = numbers[max(numbers)]["norm"]
+    assert most["slope"] == pytest.approx(2.0, rel=0.05) and most["r"] > 0.98
+    assert numbers[min(numbers)]["norm"]["r"] < most["r"], "less smoothing, more noise"
+
+
+def test_the_slopes_interval_covers_the_slope_that_was_put_in():
+    inside = 0
+    for seed in range(40):
+        rows = exact_rows(seed=seed)
+        total, part = (plot.smoothed(rows, g, 8000)[40:] for g in ("total", "norm"))
+        found = plot.regression(total, part)
+        inside += found["slope_low"] <= 2.0 <= found["slope_high"]
+    assert inside >= 34
+
+
+def test_smoothing_a_logs_own_pairs_gives_the_tracked_average(tmp_path, tiny_args):
+    import train
+    train.main(tiny_args(out_dir=tmp_path / "run", gns="exact", max_tokens=6400))
+    rows = [r for r in log.read(tmp_path / "run") if "train/loss" in r]
+    value = plot.smoothed(rows, "total", 1000)[-1]
+    assert value == pytest.approx(rows[-1]["gns/total_tr_sigma"] / rows[-1]["gns/total_sq_norm"], rel=1e-9)
+
+
+def test_layers_draws_an_exact_run_and_refuses_another(tmp_path, capsys):
+    os.makedirs(tmp_path / "a")
+    (tmp_path / "a" / log.NAME).write_text("".join(json.dumps(r) + "\n" for r in exact_rows()))
+    assert plot.main(["--layers", str(tmp_path / "a")]) == 0
+    assert "slope" in capsys.readouterr().out and os.path.getsize(tmp_path / "a" / "layers.png") > 20_000
+    with pytest.raises(SystemExit):
+        plot.main(["--layers", write_run(tmp_path / "b")])
+    assert "gns=exact" in capsys.readouterr().err

@@ -1,7 +1,22 @@
-import pytest
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
 
-from configurator import Config
-from schedule import batch_size_at, learning_rate_at
+import pytest
+import torch
+
+import checkpoint
+import configurator
+import log
+import schedule
+import train
+from configurator import Config, ConfigError
+from schedule import BatchSchedule, Controller, batch_size_at, learning_rate_at
+from tests.conftest import ROOT
+from tests.test_train import assert_same_run
 
 
 def test_constant_batch_is_the_batch():
@@ -49,3 +64,393 @@ def test_decay_may_end_before_the_run_and_none_stays_at_the_peak():
 def test_a_run_that_is_all_warm_up_does_not_divide_by_zero():
     c = Config(learning_rate=1e-2, warmup_tokens=1000, max_tokens=1000)
     assert learning_rate_at(999, c) < 1e-2 and learning_rate_at(1000, c) == c.min_lr
+
+
+# -- steps and file
+
+def test_steps_hold_between_and_jump_at_the_token():
+    c = Config(batch_schedule="steps", batch_steps="0:32, 50M:64, 0.2B:128")
+    at = [batch_size_at(t, c, 8) for t in (0, 49_999_999, 50_000_000, 199_999_999, 200_000_000, 10**12)]
+    assert at == [32, 32, 64, 64, 128, 128]
+    assert batch_size_at(7, Config(batch_schedule="steps", batch_steps="0:8"), 8) == 8
+
+
+@pytest.mark.parametrize("text, value", [("0", 0), ("200", 200), ("50k", 50_000), ("1.5M", 1_500_000), ("2B", 2 * 10**9),
+                                         ("1e6", 10**6), (" 1_000 ", 1000), ("0.1B", 10**8)])
+def test_counts_are_read_exactly(text, value):
+    assert schedule.parse_count(text) == value
+
+
+@pytest.mark.parametrize("text, words", [
+    ("", "tokens:batch"), ("0:8,", "tokens:batch"), ("32", "'32' is not tokens:batch"), ("1k:8", "start at 0"),
+    ("0:8, 2M:16, 1M:32", "1000000 comes after 2000000"), ("0:8, 0:16", "must increase"), ("0:12", "take 8 or 16"),
+    ("0:4", "take 8"), ("0:0", "take 8"), ("0:8, 1x:16", "'1x' is not a whole number"), ("0:-8", "'-8'"),
+    ("0:8, 1.5:16", "'1.5'"), ("0:nan", "'nan'"), ("0:8, k:16", "'k'")])
+def test_malformed_steps_are_one_clear_line(text, words):
+    with pytest.raises(ConfigError) as e:
+        configurator.check(Config(batch_schedule="steps", batch_steps=text))
+    assert str(e.value).startswith("batch_steps=") and words in str(e.value) and "\n" not in str(e.value)
+
+
+def file_schedule(path, saved=None):
+    return BatchSchedule(Config(batch_schedule="file", batch_file=str(path)), 8, saved)
+
+
+def test_a_file_is_interpolated_held_outside_and_exact_at_its_points(tmp_path):
+    path = tmp_path / "batch.txt"
+    path.write_text("# tokens  batch\n1k 16   # from here\n\n3k 32\n4000 8\n")
+    plan = file_schedule(path)
+    assert [plan.at(t) for t in (0, 1000, 2000, 3000, 4000, 10**9)] == [16, 16, 24, 32, 8, 8]
+    values = [plan.at(t) for t in range(0, 5000, 50)]
+    assert all(v % 8 == 0 for v in values) and set(values) == {8, 16, 24, 32}
+    assert plan.poll() is None
+
+
+def test_a_changed_file_counts_at_once_and_a_bad_edit_keeps_the_last_good_one_and_says_so_once(tmp_path):
+    path = tmp_path / "batch.txt"
+    path.write_text("0 16")
+    plan = file_schedule(path)
+    path.write_text("0 32\n1M 64\n")
+    assert "changed: 0:32, 1000000:64" in plan.accept(plan.poll()) and plan.at(0) == 32
+    path.write_text("0 32\n1M sixty\n")
+    words = plan.accept(plan.poll())
+    assert "line 2: 'sixty'" in words and "last good one stays" in words and plan.at(10**6) == 64
+    os.utime(path, (1, 1))  # touched, not edited
+    assert plan.poll() is None
+    path.unlink()
+    assert "missing" in plan.accept(plan.poll()) and plan.poll() is None and plan.at(0) == 32
+    path.write_text("0 32\n1M 64\n")
+    assert "again what is in force" in plan.accept(plan.poll())
+
+
+def test_a_file_schedule_resumes_with_what_was_in_force_and_looks_again(tmp_path):
+    path = tmp_path / "batch.txt"
+    path.write_text("0 16")
+    plan = file_schedule(path)
+    path.write_text("0 bad")
+    plan.accept(plan.poll())
+    resumed = file_schedule(path, plan.state_dict())
+    assert resumed.at(0) == 16 and resumed.accept(resumed.poll()) is None, "the bad edit was reported already"
+    path.write_text("0 24")
+    assert "changed" in resumed.accept(resumed.poll()) and resumed.at(0) == 24
+    path.unlink()
+    assert file_schedule(path, plan.state_dict()).at(0) == 16
+
+
+@pytest.mark.parametrize("content, words", [
+    (None, "missing"), ("", "missing, empty"), ("# nothing\n", "no line"), ("0 16 3", "line 1: '0 16 3' is not two columns"),
+    ("0 16\n\n5 20", "line 3: a batch of 20"), ("0 8\n5 8\n5 16", "line 3: tokens must increase"),
+    (b"\xff\xfe\x00", "readable")])
+def test_a_malformed_file_stops_the_run_before_anything_is_created(tmp_path, tiny_args, capsys, content, words):
+    path = tmp_path / "batch.txt"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(SystemExit) as e:
+        train.main(tiny_args(out_dir=tmp_path / "run", batch_schedule="file", batch_file=path, micro_batch_size=8))
+    message = capsys.readouterr().err
+    assert e.value.code == 2 and "batch_file=" in message and words in message and message.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("overrides, words", [
+    (dict(batch_schedule="file"), "batch_file="), (dict(batch_schedule="gns", gns="off"), "needs a noise scale"),
+    (dict(batch_schedule="gns", batch_size_start=1, micro_batch_size=1), "at least 2"), (dict(batch_gns_factor=0), "above 0"),
+    (dict(batch_schedule="gns", batch_size_start=72), "must not exceed"), (dict(batch_gns_margin=-0.1), "negative"),
+    (dict(batch_gns_dwell_tokens=-1), "negative"), (dict(lr_reference_batch=-8), "negative")])
+def test_impossible_schedule_keys_are_one_clear_line(overrides, words):
+    with pytest.raises(ConfigError, match=words) as e:
+        configurator.check(Config(**overrides))
+    assert "\n" not in str(e.value)
+
+
+# -- the controller
+
+def controller(**keys):
+    keys = {"batch_schedule": "gns", "batch_size_start": 8, "batch_size": 256, "batch_gns_dwell_tokens": 1000, **keys}
+    return Controller(Config(**keys), 8)
+
+
+def test_the_controller_grows_only_if_the_lower_end_clears_the_margin_by_at_most_double_after_its_dwell():
+    c = controller()
+    assert "held at 8: no move before 1,000" in c.decide(10, (100, 90, 110)) and c.batch == 8
+    assert c.decide(20, (100, 90, 110)) is None, "the same refusal is said once"
+    assert "undetermined" in c.decide(1000, None)
+    assert "not clear" in c.decide(1001, (30, 8.7, 90)) and c.batch == 8
+    assert c.decide(1002, (30, 8.9, 90)).startswith("batch 8 -> 16: noise scale 30 [8.9, 90]")
+    assert c.decide(2001, (30, 29, 31)) is None and c.batch == 16, "dwelling after a move goes without saying"
+    assert "16 -> 32" in c.decide(2002, (33, 29, 31))
+    assert "asks for less" in c.decide(4000, (5, 4, 6)) and c.batch == 32, "never shrinks unless allowed"
+    for t, batch in ((5000, 64), (6000, 128), (7000, 256)):
+        c.decide(t, (10**6, 10**5, 10**7))
+        assert c.batch == batch
+    assert "reached batch_size=256" in c.decide(9000, (10**6, 10**5, 10**7)) and c.batch == 256
+
+
+def test_the_controller_goes_to_the_target_where_that_is_less_than_double_and_follows_its_factor():
+    c = controller(batch_size_start=64, batch_gns_factor=0.5)
+    assert c.decide(10**6, (170, 150, 190)).startswith("batch 64 -> 88: noise scale 170 [150, 190] x 0.5")
+    c = controller(batch_size_start=64)
+    assert "smallest step" not in (c.decide(10**6, (80, 71, 90)) or "") and c.batch == 80
+    c = controller(batch_size_start=64, batch_gns_margin=0)
+    assert "less than 8 more" in c.decide(10**6, (66, 64.5, 70)) and c.batch == 64
+
+
+def test_a_shrinking_controller_mirrors_the_growing_one():
+    c = controller(batch_shrink=True, batch_size_start=16)
+    c.batch = 128
+    assert "waits until 2,000" in c.decide(1000, (20, 15, 30))
+    assert "128 -> 64" in c.decide(2000, (20, 15, 30)) and c.decide(2500, (20, 15, 30)) is None
+    assert "64 -> 32" in c.decide(3000, (5, 4, 6))
+    assert "not clear" in c.decide(4000, (28, 20, 30)), "30 is not below 32 by 10%"
+    assert "32 -> 16" in c.decide(4001, (5, 4, 6))
+    assert "less than batch_size_start=16" in c.decide(6000, (5, 4, 6)) and c.batch == 16
+    assert "waits until 8,001" in c.decide(7000, (90, 80, 99)) and "16 -> 32" in c.decide(8001, (90, 80, 99))
+
+
+def noisy(rng, truth, spread=0.3):
+    """A noise scale with its interval, as an estimator of that relative error would give; sometimes none."""
+    if rng.random() < 0.1:
+        return None
+    value = truth * math.exp(rng.gauss(0, spread))
+    return value, value * math.exp(-1.96 * spread), value * math.exp(1.96 * spread)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_it_sees_the_controller_stays_in_bounds_in_quanta_and_within_its_rules(seed):
+    rng = random.Random(seed)
+    shrink = seed % 2 == 1
+    quantum = rng.choice([1, 4, 8, 12])
+    smallest = quantum * rng.randint(1, 4)
+    c = Controller(Config(batch_size_start=smallest, batch_size=smallest + quantum * rng.randint(0, 60), batch_shrink=shrink,
+                          batch_gns_dwell_tokens=rng.choice([1, 500]), batch_gns_factor=rng.choice([0.3, 1, 4]),
+                          batch_gns_margin=rng.choice([0, 0.1, 1])), quantum)
+    moved, tokens = 0, 0
+    for _ in range(500):
+        tokens += rng.randint(1, 200)
+        noise = noisy(rng, 10 ** rng.uniform(-2, 5), rng.choice([0.01, 0.3, 2]))
+        before, was = c.batch, c.reason
+        text = c.decide(tokens, noise)
+        assert c.smallest <= c.batch <= c.largest and c.batch % quantum == 0
+        assert shrink or c.batch >= before
+        if c.batch != before:
+            assert noise and tokens - moved >= c.dwell and text.startswith(f"batch {before} -> {c.batch}: ")
+            assert before / 2 - quantum < c.batch <= 2 * before
+            assert (c.factor * noise[1] > before * (1 + c.margin)) == (c.batch > before)
+            moved = tokens
+        else:
+            assert (text is None) == (c.reason == was)
+
+
+def test_noise_about_a_steady_truth_does_not_make_the_batch_swing():
+    turns = []
+    for seed in range(50):
+        rng = random.Random(seed)
+        c = controller(batch_shrink=True, batch_size=512, batch_gns_dwell_tokens=100)
+        path = []
+        for t in range(1000):
+            c.decide(10 * t, noisy(rng, 100, 0.2))
+            if not path or path[-1] != c.batch:
+                path.append(c.batch)
+        signs = [b > a for a, b in zip(path, path[1:])]
+        turns.append(sum(a != b for a, b in zip(signs, signs[1:])))
+        assert 40 <= c.batch <= 250, path
+    # 10,000 tokens are 100 dwells; a change of direction takes 2, 4, 8, ... of them, so 5 are the most there can be
+    assert max(turns) <= 5, turns
+
+
+def test_the_controller_is_a_function_of_its_inputs_and_resumes_from_its_state():
+    looks = [(100 * t, noisy(random.Random(t), 4 + t)) for t in range(300)]
+    one, two = controller(batch_shrink=True), controller(batch_shrink=True)
+    said = []
+    for i, look in enumerate(looks):
+        if i % 37 == 0:  # killed and resumed: a new object with the old state
+            state = two.state_dict()
+            two = controller(batch_shrink=True)
+            two.load_state_dict(state)
+        said.append(one.decide(*look))
+        assert two.decide(*look) == said[-1] and two.batch == one.batch
+    assert sum(" -> " in (s or "") for s in said) >= 3
+
+
+def test_the_controller_follows_the_whole_models_noise_scale_where_there_is_one():
+    assert schedule.noise_source(Config(gns="exact")) == "gns/total"
+    assert schedule.noise_source(Config(gns="norm", gns_calibrate_tokens=1000)) == "gns/calibrated"
+    assert schedule.noise_source(Config(gns="norm", gns_calibrate_tokens=0)) == "gns/norm"
+    plan = BatchSchedule(Config(batch_schedule="gns", gns_half_life_tokens=10), 8)
+    row = {"gns/norm": 90.0, "gns/norm_low": 80.0, "gns/norm_high": 99.0, "gns/calibrated": None}
+    assert "undetermined" in plan.observe(1000, row) and plan.at(1000) == 8
+    row |= {"gns/calibrated": 60.0, "gns/calibrated_low": 50.0, "gns/calibrated_high": 70.0}
+    assert "8 -> 16" in plan.observe(2000, row) and plan.at(2000) == 16
+
+
+# -- coupling
+
+def test_coupling_holds_what_it_says_it_holds():
+    assert schedule.coupled(16, Config()) == (1.0, 0.95, 0.1)
+    base = dict(batch_size=64, learning_rate=1e-2, weight_decay=0.1, beta2=0.95)
+    for scaling, factor in (("none", 1.0), ("sqrt", 0.5), ("linear", 0.25)):
+        c = Config(lr_scaling=scaling, beta2_scaling="tokens", weight_decay_scaling="tokens", **base)
+        lr, beta2, decay = schedule.coupled(16, c)
+        assert lr == pytest.approx(factor)
+        assert beta2**4 == pytest.approx(0.95), "four small steps forget as much as one large one"
+        assert lr * decay / 16 == pytest.approx(0.1 / 64), "the same share of the weights per sequence"
+        assert schedule.coupled(64, c) == pytest.approx((1.0, 0.95, 0.1))
+    assert schedule.coupled(64, Config(lr_scaling="sqrt", lr_reference_batch=16))[0] == 2.0
+
+
+# -- in runs
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    """Drawing report.png takes longer than these runs."""
+    import plot
+    monkeypatch.setattr(plot, "report", lambda out_dir: f"{out_dir}/report.png")
+
+
+def logged(out, key="train/loss"):
+    return [r for r in log.read(out) if key in r]
+
+
+def test_scaled_values_reach_the_optimizer_and_the_log(tmp_path, tiny_args):
+    out = tmp_path / "run"
+    train.main(tiny_args(out_dir=out, lr_scaling="sqrt", beta2_scaling="tokens", weight_decay_scaling="tokens",
+                         learning_rate=1e-2, min_lr=1e-2, warmup_tokens=0))
+    rows = logged(out)
+    assert {r["batch_size"] for r in rows} == {4, 8, 12, 16}
+    for r in rows:
+        k = r["batch_size"] / 16
+        assert (r["lr"], r["beta2"], r["weight_decay"]) == pytest.approx((1e-2 * k**0.5, 0.95**k, 0.1 * k**0.5))
+    groups = checkpoint.load(str(out))["optimizer"]["param_groups"]
+    assert [g["weight_decay"] for g in groups] == [rows[-1]["weight_decay"], 0.0]
+    assert all(g["betas"] == (0.9, rows[-1]["beta2"]) and g["lr"] == rows[-1]["lr"] for g in groups)
+
+
+def test_the_old_keys_stay_out_of_the_log_where_they_do_not_vary(tmp_path, tiny_args):
+    train.main(tiny_args(out_dir=tmp_path / "run", max_tokens=320))
+    assert not {"beta2", "weight_decay"} & logged(tmp_path / "run")[0].keys()
+
+
+@pytest.fixture(scope="module")
+def schedule_file(tmp_path_factory):
+    path = tmp_path_factory.mktemp("schedule") / "batch.txt"
+    path.write_text("0 4\n2k 16\n")
+    return path
+
+
+@pytest.mark.parametrize("keys, batches", [
+    (dict(batch_schedule="steps", batch_steps="0:4, 640:8, 1.6k:16"), [4, 8, 16]),
+    (dict(batch_schedule="file"), [4, 8, 12, 16]), (dict(batch_schedule="linear"), [4, 8, 12, 16])], ids=lambda v: str(v)[:30])
+def test_every_schedule_goes_over_a_stop_and_a_resume_unchanged(tmp_path, tiny_args, schedule_file, keys, batches):
+    args = {**keys, **({"batch_file": schedule_file} if keys["batch_schedule"] == "file" else {})}
+    train.main(tiny_args(out_dir=tmp_path / "whole", **args))
+    train.main(tiny_args(out_dir=tmp_path / "parts", stop_tokens=900, **args))
+    assert logged(tmp_path / "parts")[-1]["tokens"] < 1200
+    assert train.main(tiny_args(out_dir=tmp_path / "parts", resume=True, **args)) == 0
+    whole, parts = ([{k: r[k] for k in ("step", "tokens", "batch_size", "train/loss")} for r in logged(tmp_path / name)]
+                    for name in ("whole", "parts"))
+    assert whole == parts and sorted({r["batch_size"] for r in whole}) == batches
+
+
+GNS = dict(batch_schedule="gns", batch_size_start=4, batch_size=64, batch_gns_factor=40, batch_gns_dwell_tokens=600,
+           gns_calibrate_tokens=0, gns_half_life_tokens=2000, max_tokens=12_000, warmup_tokens=320, log_interval=3, dropout=0.1)
+
+
+def test_a_gns_run_killed_and_resumed_makes_the_same_decisions(tmp_path, tiny_args):
+    args = {**GNS, "checkpoint_tokens": 1000, "eval_tokens": 4000}
+    assert train.main(tiny_args(out_dir=tmp_path / "whole", **args)) == 0
+    moves = [r["event"] for r in logged(tmp_path / "whole", "event") if " -> " in r["event"]]
+    assert len(moves) >= 2 and moves[0].startswith("batch 4 -> 8: noise scale")
+    kill = ("import os, signal, sys, schedule, train\n"
+            "real, calls = schedule.BatchSchedule.at, [0]\n"
+            "def at(self, tokens):\n"
+            "    calls[0] += 1\n"
+            "    if calls[0] == int(sys.argv[1]): os.kill(os.getpid(), getattr(signal, sys.argv[2]))\n"
+            "    return real(self, tokens)\n"
+            "schedule.BatchSchedule.at = at\n"
+            "sys.exit(train.main(sys.argv[3:]))")
+    for resume, step, how in ((False, 25, "SIGKILL"), (True, 20, "SIGTERM")):
+        command = tiny_args(out_dir=tmp_path / "killed", resume=resume, **args)
+        process = subprocess.run([sys.executable, "-c", kill, str(step), how, *command], cwd=ROOT, capture_output=True,
+                                 env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
+        assert process.returncode in (-signal.SIGKILL, 128 + signal.SIGTERM), process.stderr
+    assert train.main(tiny_args(out_dir=tmp_path / "killed", resume=True, **args)) == 0
+    assert_same_run(tmp_path / "whole", tmp_path / "killed")
+    a, b = (checkpoint.load(str(tmp_path / name))["schedule"] for name in ("whole", "killed"))
+    assert a == b and a["batch"] >= 16
+
+
+def test_the_summary_tells_what_the_controller_did_and_log_interval_is_part_of_a_gns_run(tmp_path, tiny_args, capsys):
+    train.main(tiny_args(out_dir=tmp_path / "run", **GNS))
+    text = capsys.readouterr().out
+    assert "The schedule (gns) took the batch from 4 to" in text and "The controller moved it" in text and "4 -> 8 at" in text
+    with pytest.raises(SystemExit):
+        train.main(tiny_args(out_dir=tmp_path / "run", resume=True, **{**GNS, "log_interval": 1}))
+    assert "log_interval is 1, the checkpoint has 3" in capsys.readouterr().err
+
+
+def test_a_file_edited_during_a_run_changes_the_batch_and_is_left_alone(tmp_path, tiny_args, monkeypatch):
+    path = tmp_path / "batch.txt"
+    path.write_text("0 4\n")
+    edits = {3: "0 8\n", 6: "0 oops\n"}
+    real, calls = BatchSchedule.poll, [0]
+
+    def poll(self):
+        calls[0] += 1
+        if calls[0] in edits:
+            path.write_text(edits[calls[0]])
+        return real(self)
+    monkeypatch.setattr(BatchSchedule, "poll", poll)
+    train.main(tiny_args(out_dir=tmp_path / "run", batch_schedule="file", batch_file=path, max_tokens=1280))
+    assert [r["batch_size"] for r in logged(tmp_path / "run")][:8] == [4, 4, 8, 8, 8, 8, 8, 8]
+    events = [(r["step"], r["event"]) for r in logged(tmp_path / "run", "event")]
+    assert [step for step, _ in events] == [3, 6] and "0:8" in events[0][1] and "'oops'" in events[1][1]
+    assert path.read_text() == "0 oops\n"
+
+
+def test_a_ramp_compiles_nothing_anew(tmp_path, tiny_args, monkeypatch):
+    """The micro-batch keeps its shape, so every graph is compiled at its first use and never again."""
+    graphs = []
+
+    def backend(graph, example_inputs):
+        graphs.append(state["batch"])
+        return graph
+    state = {"batch": None}
+    real_at, real_compile = BatchSchedule.at, torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model: real_compile(model, backend=backend))
+
+    def at(self, tokens):
+        state["batch"] = real_at(self, tokens)
+        return state["batch"]
+    monkeypatch.setattr(BatchSchedule, "at", at)
+    torch._dynamo.reset()
+    train.main(tiny_args(out_dir=tmp_path / "run", compile=True, gns_adam=False, gns_calibrate_tokens=0))
+    torch._dynamo.reset()
+    assert {r["batch_size"] for r in logged(tmp_path / "run")} == {4, 8, 12, 16}
+    assert graphs and set(graphs) == {4}, graphs
+
+
+# -- branches
+
+def test_a_branch_with_nothing_changed_is_the_run_itself(tmp_path, tiny_args):
+    train.main(tiny_args(out_dir=tmp_path / "whole", dropout=0.1))
+    train.main(tiny_args(out_dir=tmp_path / "base", dropout=0.1, stop_tokens=900))
+    before = (tmp_path / "base" / "ckpt.pt").read_bytes()
+    train.main(tiny_args(out_dir=tmp_path / "branch", dropout=0.1, branch_from=tmp_path / "base"))
+    assert (tmp_path / "base" / "ckpt.pt").read_bytes() == before
+    branch = logged(tmp_path / "branch")
+    assert "branched from" in logged(tmp_path / "branch", "event")[0]["event"] and 900 <= branch[0]["tokens"] < 1200
+    losses = {r["step"]: r["train/loss"] for r in logged(tmp_path / "whole")}
+    assert all(losses[r["step"]] == r["train/loss"] for r in branch) and branch[-1]["step"] == max(losses)
+    assert train.main(tiny_args(out_dir=tmp_path / "branch", dropout=0.1, resume=True)) == 0
+
+
+def test_a_branch_may_change_batch_and_learning_rate_and_nothing_of_the_model(tmp_path, tiny_args, capsys):
+    train.main(tiny_args(out_dir=tmp_path / "base", stop_tokens=900))
+    keys = dict(out_dir=tmp_path / "b", branch_from=tmp_path / "base", batch_schedule="constant")
+    for wrong, words in ((dict(n_layer=3), "branch: n_layer is 3"), (dict(stop_tokens=800), "this run ends at 800"),
+                         (dict(branch_from=tmp_path / "none"), "no ckpt.pt")):
+        with pytest.raises(SystemExit):
+            train.main(tiny_args(**{**keys, **wrong}))
+        assert words in capsys.readouterr().err and not (tmp_path / "b").exists()
+    train.main(tiny_args(**keys, batch_size=32, learning_rate=1e-3))
+    assert {r["batch_size"] for r in logged(tmp_path / "b")} == {32}

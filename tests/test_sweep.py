@@ -1,0 +1,163 @@
+import json
+import os
+
+import numpy as np
+import pytest
+
+import checkpoint
+import log
+import schedule
+import sweep
+import train
+from configurator import Config
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_data):
+    """A finished run of some 20 steps."""
+    from tests.conftest import TINY
+    out = tmp_path_factory.mktemp("sweep") / "run"
+    keys = {"dataset": tiny_data, **TINY, "out_dir": out, "lr_scaling": "sqrt", "learning_rate": 1e-2}
+    assert train.main([f"--{k}={v}" for k, v in keys.items()]) == 0
+    return str(out)
+
+
+def test_a_branch_probe_runs_reports_and_is_not_run_twice(finished, capsys):
+    arguments = ["branch", finished, "--at", "1k", "--factors", "1,2", "--window", "2050", "--tolerance", "0.05"]
+    assert sweep.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "Critical batch by experiment" in text and "Noise scale of the same run" in text
+    folder = os.path.join(finished, "branch", "1000")
+    assert sorted(os.listdir(folder)) == ["base", "branch.json", "branch.png", "x1", "x2"]
+    result = json.load(open(os.path.join(folder, "branch.json")))
+    base = [r for r in log.read(os.path.join(folder, "base")) if "train/loss" in r]
+    own = {r["step"]: r for r in log.read(finished) if "train/loss" in r}
+    assert all(own[r["step"]]["train/loss"] == r["train/loss"] for r in base), "the base is the run itself"
+    assert result["at"] == base[-1]["tokens"] >= 1000 and result["batch_size"] == base[-1]["batch_size"]
+    assert [e["batch_size"] for e in result["branches"]] == [base[-1]["batch_size"], 2 * base[-1]["batch_size"]]
+    one, two = ([r for r in log.read(os.path.join(folder, x)) if "train/loss" in r] for x in ("x1", "x2"))
+    at = {r["tokens"]: r["lr"] for r in one}
+    same = [(r["lr"], at[r["tokens"]]) for r in two if r["tokens"] in at]
+    assert same and all(a == pytest.approx(b * 2**0.5) for a, b in same)
+    assert one[0]["examples"] - one[0]["batch_size"] == two[0]["examples"] - two[0]["batch_size"] == base[-1]["examples"]
+    config = sweep.read_config(finished)
+    expected = schedule.learning_rate_at(one[0]["tokens"], config) * schedule.coupled(one[0]["batch_size"], config)[0]
+    assert one[0]["lr"] == pytest.approx(expected), "k = 1 goes on with the run's own learning rate"
+    before = {x: os.path.getmtime(os.path.join(folder, x, "ckpt.pt")) for x in ("base", "x1", "x2")}
+    assert sweep.main(arguments) == 0
+    assert before == {x: os.path.getmtime(os.path.join(folder, x, "ckpt.pt")) for x in ("base", "x1", "x2")}
+    assert json.load(open(os.path.join(folder, "branch.json"))) == result
+
+
+def test_the_base_starts_from_the_runs_checkpoint_where_that_is_early_enough(finished, tmp_path):
+    tokens = checkpoint.load(finished)["state"]["tokens"]
+    sweep.prepare_base(finished, str(tmp_path / "late"), tokens - 1)
+    assert not (tmp_path / "late").exists()
+    sweep.prepare_base(finished, str(tmp_path / "early"), tokens)
+    assert sorted(os.listdir(tmp_path / "early")) == ["ckpt.pt", "log.jsonl"]
+
+
+def test_window_losses_weigh_steps_by_the_tokens_inside():
+    """Loss falls by 1 a token, so a part's mean is that of its middle, whatever the steps' size, if they end at its edges."""
+    rows = [{"tokens": 1000 + t, "train/loss": -(t - 5.0)} for t in range(10, 3210, 10)]
+    found = sweep.window_losses(rows, 1000, 3200)
+    assert found == pytest.approx(-(2400 + 50 + 100 * np.arange(8)))
+    coarse = [{"tokens": 1000 + t, "train/loss": -(t - 160.0)} for t in range(320, 3840, 320)]
+    assert sweep.window_losses(coarse, 1000, 3200).mean() == pytest.approx(-2800, abs=20)
+
+
+def branch_rows(loss, batch):
+    return [{"tokens": 1000 + t, "train/loss": loss} for t in range(batch, 3201, batch)] + [{"tokens": 4200, "val/loss": loss}]
+
+
+def test_the_critical_batch_is_the_largest_of_an_unbroken_row_within_the_tolerance():
+    rows = {1.0: branch_rows(3.0, 10), 2.0: branch_rows(3.004, 20), 4.0: branch_rows(3.02, 40), 8.0: branch_rows(3.001, 80)}
+    steps = [{"tokens": 900, "gns/norm": 20.0, "gns/norm_low": 15.0, "gns/norm_high": 30.0}, {"tokens": 1000, "gns/norm": None}]
+    result = sweep.branch_result(rows, steps, 1000, 3200, 16, 0.01)
+    assert (result["largest_within"], result["first_beyond"]) == (32, 64)
+    assert result["noise_scale"]["value"] == 20.0 and [e["within"] for e in result["branches"]] == [True, True, False, True]
+    text = sweep.branch_table(result)
+    assert "between 32 and 64 sequences" in text and "20 sequences (95% interval 15 to 30)" in text
+    del rows[4.0], rows[8.0]
+    text = sweep.branch_table(sweep.branch_result(rows, steps[1:], 1000, 3200, 16, 0.01))
+    assert "32 or more" in text and "undetermined" in text
+
+
+def test_a_branch_goes_on_with_the_runs_own_coupling():
+    c = Config(batch_size=64, lr_scaling="linear", beta2_scaling="tokens", weight_decay_scaling="tokens", learning_rate=1e-2,
+               min_lr=1e-3)
+    for k in (1, 4):
+        changed = Config(**{**vars(c), **sweep.branch_changes(c, 16, k)})
+        lr, beta2, decay = schedule.coupled(16 * k, changed)
+        assert lr * changed.learning_rate == pytest.approx(1e-2 / 4 * k**0.5)
+        assert beta2 == pytest.approx(0.95 ** (k / 4))
+        assert lr * changed.learning_rate * decay / (16 * k) == pytest.approx(1e-2 * 0.1 / 64)
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["--at", "1k", "--factors", "2,4"], "--factors=2,4: a list with 1"), (["--at", "1k", "--factors", "1,x"], "--factors=1,x"),
+    (["--at", "soon"], "--at: 'soon'"), (["--at", "5k"], "--at=5k: the run goes from 0 to 3200"),
+    (["--at", "1k", "--window", "5k", "--factors", "1,2"], "--window=5000: the run has only"),
+    (["--at", "1k", "--window", "500", "--factors", "1,2"], "fewer than 8 steps"),
+    (["--at", "1k", "--factors", "1,1.3"], "not whole micro-batches")])
+def test_wrong_arguments_are_one_clear_line(finished, arguments, words, capsys):
+    with pytest.raises(SystemExit) as e:
+        sweep.main(["branch", finished, *arguments])
+    message = capsys.readouterr().err
+    assert e.value.code == 2 and words in message and message.count("\n") == 1
+
+
+def test_a_folder_that_is_no_run_and_a_failing_run_are_one_clear_line(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(["branch", str(tmp_path), "--at", "1k"])
+    assert "no readable config.json" in capsys.readouterr().err
+    with pytest.raises(sweep.ConfigError, match="ended with 2: error: .*nowhere"):
+        sweep.run_training(Config(dataset="nowhere"), out_dir=str(tmp_path / "new"))
+
+
+# -- experiments/batch_schedule.py
+
+def in_process(monkeypatch):
+    """Runs in this process, one after the other, without pictures: a start of Python takes longer than they do."""
+    import plot
+    calls = []
+
+    def run_training(config, **changes):
+        calls.append(changes["out_dir"])
+        assert train.main([f"--{k}={v}" for k, v in {**vars(config), **changes}.items()]) == 0
+    monkeypatch.setattr(sweep, "run_training", run_training)
+    monkeypatch.setattr(sweep, "run_all", lambda jobs, at_once: [job() for job in jobs])
+    monkeypatch.setattr(plot, "report", lambda out_dir: f"{out_dir}/report.png")
+    return calls
+
+
+def test_the_batch_schedule_experiment_runs_reports_and_is_not_run_twice(tmp_path, tiny_data, monkeypatch, capsys):
+    from experiments import batch_schedule
+    calls = in_process(monkeypatch)
+    arguments = ["--tiny", "--seeds", "1", "--out", str(tmp_path / "out"), "--results", str(tmp_path), f"--dataset={tiny_data}"]
+    assert batch_schedule.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert "The paper:" in text and "18%" in text and "Here:" in text and "constant batch" in text
+    assert len(calls) == len(set(calls)) == 4 * 3 + 2
+    result = json.load(open(tmp_path / "batch_schedule.json"))
+    assert list(result["groups"])[:3] == ["fixed", "linear", "gns"] and result["finding"].startswith("Here:")
+    assert os.path.getsize(tmp_path / "batch_schedule.png") > 20_000
+    assert batch_schedule.main(arguments) == 0 and len(calls) == 14, "nothing is run again"
+
+
+def test_the_finding_says_what_came_out_whichever_way():
+    from experiments import batch_schedule
+
+    def group(tokens, steps, base=(1000, 100)):
+        value = {m: {"mean": v, "low": v, "high": v, "std": None, "runs": 1} for m, v in
+                 (("tokens", tokens), ("steps", steps), ("seconds", 1.0))} if tokens else dict.fromkeys(
+                     ("tokens", "steps", "seconds"))
+        less = {m: value[m] and {"mean": 1 - value[m]["mean"] / b} for m, b in zip(("tokens", "steps"), base)}
+        return {"runs": 1, "at_target": {"reached": 1 if tokens else 0, **value, "less": less}}
+    fixed, linear = group(1000, 100), group(900, 95)
+    text = batch_schedule.finding({"groups": {"fixed": fixed, "linear": linear, "gns": group(800, 90),
+                                              "constant 8": group(780, 150), "constant 16": group(790, 80)}})
+    assert "20% fewer tokens and 10% fewer steps: a saving" in text and "(constant 8)" in text
+    assert text.endswith("constant 16 beats it in both.")
+    text = batch_schedule.finding({"groups": {"fixed": fixed, "linear": linear, "gns": group(None, None)}})
+    assert "did not reach" in text
