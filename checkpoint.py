@@ -21,7 +21,7 @@ FREE_KEYS = {"out_dir", "device", "compile", "activation_checkpointing", "resume
 
 # keys that a branch may set anew: batch, learning rate and what goes with them
 BRANCH_KEYS = FREE_KEYS | {
-    "seed", "micro_batch_size", "batch_size", "batch_schedule", "batch_size_start", "batch_steps", "batch_file",
+    "seed", "batch_size", "batch_schedule", "batch_size_start", "batch_steps", "batch_file",
     "batch_gns_factor", "batch_gns_margin", "batch_gns_dwell_tokens", "batch_shrink", "max_tokens", "warmup_tokens",
     "decay_tokens", "learning_rate", "min_lr", "lr_decay", "lr_scaling", "lr_reference_batch", "beta2", "beta2_scaling",
     "weight_decay", "weight_decay_scaling"}

@@ -41,6 +41,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import schedule
 from configurator import ConfigError
 
 TIMEOUT = datetime.timedelta(minutes=30)  # of a collective: longer than rank 0 may take to write a checkpoint
@@ -88,8 +89,13 @@ def check(config, world, device):
         raise ConfigError("gns_crosscheck=True needs every rank's whole gradient, which parallel='fsdp' never forms: "
                           "take parallel='ddp' or gns_crosscheck=False")
     quantum = config.micro_batch_size * world
-    sizes = ["batch_size"] if config.batch_schedule == "constant" else ["batch_size", "batch_size_start"]
-    for name in sizes:
+    if config.batch_schedule == "steps":
+        try:
+            schedule.parse_steps(config.batch_steps, quantum)
+        except ValueError as e:
+            raise ConfigError(f"batch_steps={config.batch_steps!r}: {e}") from None
+    sizes = {"constant": ["batch_size"], "steps": [], "file": []}  # a file is checked when it is read
+    for name in sizes.get(config.batch_schedule, ["batch_size", "batch_size_start"]):
         value = getattr(config, name)
         if value % quantum:
             below, above = value // quantum * quantum, (value // quantum + 1) * quantum
@@ -184,13 +190,13 @@ class Ranks:
             return int(ballot)
         return result
 
-    def from_first(self, value):
-        """Rank 0's value, on every rank."""
+    def from_first(self, function):
+        """function() on rank 0, its result everywhere."""
         if self.world == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-        return box[0]
+            return function()
+        result = [function() if self.first else None]
+        dist.broadcast_object_list(result, device=torch.device("cpu"))
+        return result[0]
 
     def wait(self):
         """All ranks have come here. On the host: dist.barrier would use the device."""

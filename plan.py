@@ -71,7 +71,8 @@ def memory(c, vocab_size, devices, parallel, half):
     matrices = c.n_layer * 12 * c.n_embd**2 + vocab_size * c.n_embd
     if parallel == "ddp" or devices == 1:
         return {"weights": 4 * P, "gradients": 4 * P, "optimizer": 8 * P, "weights in bf16": 2 * matrices if half == 2 else 0}
-    accumulates = c.batch_size > c.micro_batch_size * devices  # gradients travel once per step: whole ones until then
+    # gradients travel once per step: whole ones until then
+    accumulates = c.batch_schedule in ("steps", "file") or c.batch_size > c.micro_batch_size * devices
     shard = -(-P // devices)
     return {"weights": 4 * shard, "gradients": 4 * shard + (4 * P if accumulates else 0), "optimizer": 8 * shard,
             "gathered units": 4 * outside + 2 * half * block + (2 * vocab_size * c.n_embd if half == 2 else 0)}
@@ -90,13 +91,20 @@ def recomputed_flops_per_token(c):
 
 
 def steps(c, devices):
-    """(steps, tokens, smallest and largest batch) of the whole run, by walking along its batch schedule."""
+    """(steps, tokens, smallest and largest batch) of the whole run, by walking along its batch schedule. gns: the fewest
+    steps there can be, all of batch_size."""
+    end = min(c.stop_tokens or c.max_tokens, c.max_tokens)
+    if c.batch_schedule in ("constant", "gns"):
+        count = -(-end // (c.batch_size * c.block_size))
+        return count, count * c.batch_size * c.block_size, (c.batch_size_start if c.batch_schedule == "gns" else c.batch_size,
+                                                            c.batch_size)
+    try:
+        batches = schedule.BatchSchedule(c, c.micro_batch_size * devices)
+    except ValueError as e:
+        raise ConfigError(f"batch_file={c.batch_file!r}: {e}") from None
     tokens, count, sizes = 0, 0, set()
-    while tokens < c.max_tokens:
-        B = schedule.batch_size_at(tokens, c, c.micro_batch_size * devices)
-        if c.batch_schedule == "constant":
-            count = -(-c.max_tokens // (B * c.block_size))
-            return count, count * B * c.block_size, (B, B)
+    while tokens < end:
+        B = batches.at(tokens)
         sizes.add(B)
         tokens += B * c.block_size
         count += 1
@@ -133,9 +141,9 @@ def text(c, devices, kind, mfu):
     n_steps, tokens, (least, most) = steps(c, devices)
     flops, extra = flops_per_token(c, V) * tokens, recomputed_flops_per_token(c) * tokens
     lines = [f"Parameters   {P:,}: {c.n_layer} blocks of {block:,}, {outside:,} outside; vocabulary {V:,} ({known})",
-             f"Tokens       {tokens:,} in {n_steps:,} steps of {least} to {most} sequences of {c.block_size} "
-             f"({c.batch_schedule}); {quantum} in one pass of {devices} x {c.micro_batch_size}, "
-             f"accumulation {least // quantum} to {most // quantum}",
+             f"Tokens       {tokens:,} in {'at least ' if c.batch_schedule == 'gns' else ''}{n_steps:,} steps of {least} to "
+             f"{most} sequences of {c.block_size} ({c.batch_schedule}); {quantum} in one pass of {devices} x "
+             f"{c.micro_batch_size}, accumulation {least // quantum} to {most // quantum}",
              f"FLOPs        {flops:.3g} ({flops_per_token(c, V):.3g} a token)"
              + (f", and {extra:.3g} to recompute blocks" if extra else ""),
              f"Time         {length((flops + extra) / (devices * peak * mfu))} on {devices} x {kind}, if it reaches {mfu:.0%} "

@@ -29,7 +29,6 @@ import distributed
 import hardware
 import ln_kernel
 import log
-import plan
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
@@ -52,10 +51,7 @@ def train(config, ranks, device):
         raise ConfigError(f"branch_from={config.branch_from!r}: its checkpoint is at {saved['state']['tokens']} tokens, "
                           f"this run ends at {end_tokens}")
     quantum = config.micro_batch_size * ranks.world
-    try:
-        sizes = schedule.BatchSchedule(config, quantum, saved and not branched and saved.get("schedule"))
-    except ValueError as e:
-        raise ConfigError(f"batch_file={config.batch_file!r}: {e}") from None
+    plan = ranks.guard(lambda: batch_schedule(config, quantum, saved and not branched and saved.get("schedule")))
 
     # -- model and optimizer
     torch.manual_seed(config.seed)
@@ -121,7 +117,7 @@ def train(config, ranks, device):
         if ranks.first:
             checkpoint.save(config.out_dir, {
                 **whole, "scaler": scaler.state_dict(), "state": dict(state), "gns": tracker.state_dict(),
-                "schedule": sizes.state_dict(), "config": dataclasses.asdict(config), "vocab_size": data.vocab_size,
+                "schedule": plan.state_dict(), "config": dataclasses.asdict(config), "vocab_size": data.vocab_size,
                 "data": data.meta, "data_checksum": data.checksum})
 
     def evaluate():
@@ -171,10 +167,11 @@ def train(config, ranks, device):
     stopping = 0
     while state["tokens"] < end_tokens and not stopping:
         vote = ranks.vote(stop_signal)
-        note = sizes.accept(ranks.from_first(sizes.poll())) if config.batch_file else None  # its owner may have edited it
-        if note:
-            out.event(state["step"] + 1, state["tokens"], note)
-        B = sizes.at(state["tokens"])
+        if plan.file:
+            note = plan.accept(ranks.from_first(plan.poll))  # batch_file, if its owner edited it
+            if note:
+                out.event(state["step"] + 1, state["tokens"], note)
+        B = plan.at(state["tokens"])
         accum = B // quantum
         step_tokens = B * config.block_size
         lr_factor, beta2, weight_decay = schedule.coupled(B, config)
@@ -228,7 +225,7 @@ def train(config, ranks, device):
                 raise ConfigError(
                     f"stopped at step {state['step']}: loss or gradient was not finite {MAX_BAD_STEPS} steps in a row. Try "
                     f"a lower learning_rate (now {config.learning_rate}), a longer warmup_tokens, grad_clip=1.0, "
-                    f"dtype=float32 or cos_attn, in a new out_dir; {config.out_dir} keeps its last good checkpoint")
+                    f"dtype=float32 or cos_attn; the last good checkpoint is in {config.out_dir}")
         if state["step"] % config.log_interval == 0 or done:
             seconds = clock.seconds()
             rate = (state["tokens"] - logged_tokens) / (seconds - logged_seconds)
@@ -268,6 +265,13 @@ def train(config, ranks, device):
     return 128 + stopping if stopping else 0
 
 
+def batch_schedule(config, quantum, saved):
+    try:
+        return schedule.BatchSchedule(config, quantum, saved)
+    except ValueError as e:
+        raise ConfigError(f"batch_file={config.batch_file!r}: {e}") from None
+
+
 def load_for_resume(config, data, mmap=False):
     """The checkpoint to go on from, or None for a fresh run; never a run written over another one. That of another run,
     with branch_from, is marked as "branched"."""
@@ -281,7 +285,7 @@ def load_for_resume(config, data, mmap=False):
         raise ConfigError(f"out_dir={config.out_dir!r} already holds a run: continue it with --resume=True, "
                           "give another --out_dir, or remove it first")
     if config.branch_from:
-        saved = checkpoint.load(config.branch_from)
+        saved = checkpoint.load(config.branch_from, mmap=mmap)
         checkpoint.check_same_run(saved, config, data.checksum, branch=True)
         return {**saved, "branched": True}
     return None
@@ -397,6 +401,7 @@ def main(argv=None):
     ranks = None
     try:
         if "--plan" in argv:
+            import plan
             return plan.main(argv)
         config = configurator.parse(argv)
         device = hardware.pick_device(config.device)

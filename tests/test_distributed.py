@@ -24,7 +24,7 @@ from configurator import Config, ConfigError
 from tests.conftest import ROOT, TINY
 
 # 50 steps with a linear ramp from 4 to 16 sequences; on n ranks the micro-batch is 4 / n, so that batches are the same
-RUN = dict(TINY, max_tokens=8000, warmup_tokens=320, eval_tokens=4000, checkpoint_tokens=4000, gns_half_life_tokens=2000)
+RUN = dict(TINY, max_tokens=6700, warmup_tokens=320, eval_tokens=3400, checkpoint_tokens=3400, gns_half_life_tokens=2000)
 SHORT = dict(RUN, max_tokens=640, checkpoint_tokens=0, eval_tokens=0)
 
 WHOLE = dict(max_tokens=16_000, checkpoint_tokens=1000, dropout=0.1, log_interval=3)
@@ -129,8 +129,12 @@ def runs(tmp_path_factory, tiny_data):
         assert train.main(as_args({**settings("1-cross", gns_crosscheck=True), **SHORT})) == 0
     finally:
         train.summary = real
+    (folder / "batches.txt").write_text("0 4\n300 12\n")
     two = [(settings(f"2-{p}-{g}", gns=g, parallel=p, micro_batch_size=2), None) for p, g in VARIANTS]
     two += [(dict(settings(f"2-{name}"), **{**SHORT, "micro_batch_size": 2, **more}), None) for name, more in {
+        "gns": dict(batch_schedule="gns", gns_calibrate_tokens=0, batch_gns_factor=8, gns_half_life_tokens=500,
+                    max_tokens=3200),
+        "file": dict(batch_schedule="file", batch_file=str(folder / "batches.txt")),
         "cross": dict(gns_crosscheck=True), "bf16-ddp": dict(dtype="bfloat16"),
         "bf16-fsdp": dict(dtype="bfloat16", parallel="fsdp", activation_checkpointing="block"),
         "fp16-fsdp": dict(dtype="float16", parallel="fsdp", tie_weights=False), "whole": WHOLE}.items()]
@@ -228,6 +232,13 @@ def test_the_cross_rank_estimate_is_the_classical_one_with_a_ranks_share_as_smal
     assert rows[0]["gns/total_rank_tr_sigma"] == pytest.approx(rows[0]["gns/total_micro_tr_sigma"], rel=1e-4)
 
 
+def test_the_noise_scale_or_a_file_sets_the_batch_on_all_ranks_alike(runs):
+    """That ranks agree is checked inside the run, at every flush."""
+    sizes = [r["batch_size"] for r in steps(runs / "2-gns")]
+    assert sizes[0] == 4 and sizes[-1] > 4 and any("batch 4 ->" in r.get("event", "") for r in log.read(runs / "2-gns"))
+    assert [r["batch_size"] for r in steps(runs / "2-file")][-1] == 12
+
+
 def test_mixed_precision_under_fsdp_stays_near_ddp(runs):
     ddp, fsdp = steps(runs / "2-bf16-ddp"), steps(runs / "2-bf16-fsdp")
     np.testing.assert_allclose(column(fsdp, "train/loss"), column(ddp, "train/loss"), rtol=2e-3)
@@ -243,8 +254,8 @@ def test_ranks_that_come_apart_stop_the_run_with_the_name_of_the_rank(runs):
 
 def test_only_rank_0_writes_and_speaks(runs):
     out = (runs / "out2").read_text()
-    assert out.count("step      3 |") == 9  # each run once; the tenth stops at step 1
-    assert out.count("parameters on cpu") == 10 and out.count("gns_adam is off") == 1
+    assert out.count("step      3 |") == 11  # each run once; the twelfth stops at step 1
+    assert out.count("parameters on cpu") == 12 and out.count("gns_adam is off") == 1
     left = {f.name for f in (runs / "2-ddp-norm").iterdir() if not f.name.startswith("ckpt-")}
     assert left == {"ckpt.pt", "config.json", "log.jsonl"}
     assert json.load(open(runs / "2-ddp-norm" / "config.json"))["processes"] == 2
@@ -321,6 +332,7 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2_on_all(tmp_path, ti
 @pytest.mark.parametrize("settings, world, words", [
     (dict(batch_size=16, batch_size_start=4, micro_batch_size=4), 2, ["batch_size_start=4", "4 x 2 processes", "take 8,"]),
     (dict(batch_size=20, batch_schedule="constant", micro_batch_size=4), 2, ["batch_size=20", "16 or 24"]),
+    (dict(batch_schedule="steps", batch_steps="0:8, 1M:24", micro_batch_size=4), 4, ["batch_steps", "a batch of 8", "16"]),
     (dict(parallel="fsdp", gns_crosscheck=True), 2, ["gns_crosscheck", "parallel='ddp'"]),
 ])
 def test_what_the_number_of_processes_makes_impossible_is_said_before_they_connect(settings, world, words):
