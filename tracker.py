@@ -41,6 +41,7 @@ class Tracker:
         self.calibration = None
         if config.gns == "norm" and config.gns_calibrate_tokens:
             self.calibration = gns.Calibration(config.gns_half_life_tokens, EARLY)
+        self.norm_sites = [i for i, site in enumerate(self.sites["exact"]) if site[1] == "norm"]
         self.probes, self.taken, self.held, self.micro_sq, self.rank_sq = {}, [], None, None, None
         self.last = {}  # numbers of the newest step alone
 

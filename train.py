@@ -242,7 +242,7 @@ def train(config, ranks, device):
             out.say(describe(row, config, left))
             # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
             if state["step"] % config.log_interval == 0 and state["tokens"] < config.max_tokens:
-                note = sizes.observe(state["tokens"], row)
+                note = plan.observe(state["tokens"], row)
                 if note:
                     out.event(state["step"], state["tokens"], note)
             logged_tokens, logged_seconds, logged_step = state["tokens"], seconds, state["step"]
