@@ -6,6 +6,7 @@
     python bench.py step            whole training steps: tracking off, norm, exact, and off with torch's own LayerNorm
     python bench.py step --models=char --others      and per-sample gradients by torch.func, Opacus and BackPACK
                                                      (pip install -r requirements-bench.txt)
+    python bench.py step --ranks=2  the same under DDP
 
 Variants take turns within each round, so that whatever else the machine does falls on all of them; medians and
 quartiles over rounds. The tables go to the screen, every number to results/<command>.json.
@@ -30,6 +31,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+import distributed
 import hardware
 import ln_kernel
 from configurator import Config
@@ -269,13 +271,15 @@ def clip_and_step(optimizer, parameters, total_sq=None):
     optimizer.zero_grad(set_to_none=True)
 
 
-def our_step(shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32):
-    """One optimizer step of one micro-batch, with the parts of train.py."""
+def our_step(shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32, ranks=None):
+    """One optimizer step of one micro-batch (on each of the ranks, under DDP), with the parts of train.py."""
     torch.manual_seed(0)
+    ranks = ranks or distributed.Ranks()
+    config = Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro)
     model = GPT(GPTConfig(norm_impl=norm_impl, **shape))
-    parameters = list(model.parameters())
+    parameters, run_model = list(model.parameters()), ranks.wrap(model, config, dtype)
     optimizer = adamw(model.parameter_groups(0.1))
-    tracker = Tracker(model, optimizer, Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro), "cpu")
+    tracker = Tracker(model, optimizer, config, "cpu", ranks)
     x, y = batch_of(shape, micro)
     one, autocast = torch.ones(()), hardware.autocast("cpu", dtype)
 
@@ -283,7 +287,7 @@ def our_step(shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float
         start = time.perf_counter()
         measure = tracker.begin(1, 2)
         with autocast:
-            _, loss = model(x, y, **measure)
+            _, loss = run_model(x, y, **measure)
         loss.backward()
         tracker.take(measure, 1)
         record = tracker.finish(loss.detach(), micro, one)
@@ -410,11 +414,12 @@ def silent_stderr():
         os.close(nowhere)
 
 
-def step_variants(name, others):
+def step_variants(name, others, ranks):
     shape, micro = MODELS[name]
-    variants = {"off, torch's norm": our_step(shape, micro, "off", norm_impl="torch"), "off": our_step(shape, micro, "off"),
-                "norm": our_step(shape, micro, "norm"), "norm + adam": our_step(shape, micro, "norm", adam=True),
-                "exact": our_step(shape, micro, "exact"), "exact + adam": our_step(shape, micro, "exact", adam=True)}
+    settings = {"off, torch's norm": dict(mode="off", norm_impl="torch"), "off": dict(mode="off"), "norm": dict(mode="norm"),
+                "norm + adam": dict(mode="norm", adam=True), "exact": dict(mode="exact"),
+                "exact + adam": dict(mode="exact", adam=True)}
+    variants = {variant: our_step(shape, micro, ranks=ranks, **options) for variant, options in settings.items()}
     if others:
         variants["plain modules, off"] = plain_step(shape, micro, None)
         for package in ("torch.func", "opacus"):
@@ -425,25 +430,40 @@ def step_variants(name, others):
 
 
 def step(args):
+    if args.ranks > 1 and "RANK" not in os.environ:  # start over, as so many processes
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
+        return subprocess.run([*launch, os.path.abspath(__file__), *sys.argv[1:]], check=True)
+    ranks = distributed.start(Config(batch_schedule="constant", batch_size=8 * args.ranks), "cpu")
     hardware.prepare_cpu()
     report = {}
     for name in args.models.split(","):
-        variants = step_variants(name, args.others)
-        samples = interleave(variants, args.seconds, min_rounds=args.rounds)
-        base = samples["off, torch's norm"]["step"]
-        print(f"{name}: {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}, {len(base)} rounds; "
-              "ratio of each round to that round's step with tracking off and torch's own LayerNorm: median (quartiles)")
-        report[name] = {}
-        for variant, phases in samples.items():
-            ratios = [a / b for a, b in zip(phases["step"], base)]
-            q1, median, q3 = statistics.quantiles(ratios, n=4, method="inclusive")
-            peak = peak_bytes(variants[variant])
-            report[name][variant] = {**spread(phases["step"]), "ratio": median, "ratio_q1": q1, "ratio_q3": q3,
-                                     "peak_bytes": peak}
-            print(f"  {variant:26} {statistics.median(phases['step']) * 1e3:9.1f} ms   {median:.3f} ({q1:.3f} to {q3:.3f})   "
-                  f"peak {peak / 2**20:.1f} MiB", flush=True)
-        del variants
-    write_json(args.out, {"threads": torch.get_num_threads(), "models": report})
+        variants = step_variants(name, args.others, ranks)
+        samples = interleave(variants, 0 if args.ranks > 1 else args.seconds, min_rounds=args.rounds)  # ranks need equal rounds
+        report[name] = {variant: {**spread(phases["step"]), **paired(phases["step"], samples["off, torch's norm"]["step"]),
+                                  "peak_bytes": peak_bytes(variants[variant])} for variant, phases in samples.items()}
+        if ranks.first:
+            print(step_table(name, report[name], args.ranks), flush=True)
+    if ranks.first:
+        write_json(args.out, {"threads": torch.get_num_threads(), "ranks": args.ranks, "models": report})
+    ranks.stop()
+
+
+def paired(times, base):
+    """Each round's time over that round's base: a disturbance that falls on both cancels."""
+    q1, median, q3 = statistics.quantiles([a / b for a, b in zip(times, base)], n=4, method="inclusive")
+    return {"ratio": median, "ratio_q1": q1, "ratio_q3": q3}
+
+
+def step_table(name, rows, ranks):
+    any_row = next(iter(rows.values()))
+    lines = [f"{name}: {ranks} process{'es' if ranks > 1 else ''} of {torch.get_num_threads()} threads, load "
+             f"{os.getloadavg()[0]:.1f}, {any_row['n']} rounds; time over that of the same round's step with tracking off and "
+             "torch's own LayerNorm: median (quartiles); bytes held at the peak"]
+    for variant, r in rows.items():
+        ratio = f"{r['ratio']:.3f} ({r['ratio_q1']:.3f} to {r['ratio_q3']:.3f})"
+        lines.append(f"  {variant:26} {r['median_ms']:9.1f} ms   {ratio}   "
+                     f"{r['peak_bytes'] / 2**20:8.1f} MiB   {r['peak_bytes'] / any_row['peak_bytes']:.3f}")
+    return "\n".join(lines)
 
 
 def main():
@@ -460,6 +480,7 @@ def main():
     p = commands.add_parser("step", help="whole training steps on this CPU")
     p.add_argument("--models", default=",".join(MODELS), help="some of them, by comma")
     p.add_argument("--others", action="store_true", help="also torch.func, Opacus and BackPACK")
+    p.add_argument("--ranks", type=int, default=1, help="processes, with DDP over gloo")
     p.add_argument("--seconds", type=float, default=30.0, help="per model, at least")
     p.add_argument("--rounds", type=int, default=7, help="at least so many per model")
     p.add_argument("--out", default="results/step.json")
