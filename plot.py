@@ -420,6 +420,8 @@ def layers(out_dir, path=None):
     phase.set_yscale("log")
     fit.set_xscale("log")
     fit.set_ylim(top=1.02)
+    fit.set_xticks(list(numbers), minor=False)
+    fit.xaxis.set_minor_formatter(lambda *_: "")
     for ax in (over, depth):
         ax.set_yscale("log")
         ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")

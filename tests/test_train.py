@@ -15,7 +15,7 @@ import torch
 import checkpoint
 import log
 import train
-from tests.conftest import ROOT, run_script
+from tests.conftest import ROOT, TINY, run_script
 
 TIMED = {"dt_ms", "tok_per_sec", "mfu", "seconds"}  # everything else must come out the same
 
@@ -139,20 +139,30 @@ def wait_for_step(out, step, process):
     raise AssertionError(process.stdout.read())
 
 
+STOPPED = dict(dropout=0.1, max_tokens=24_000, warmup_tokens=320, checkpoint_tokens=3000, eval_tokens=9000, log_interval=3,
+               gns_calibrate_tokens=1500)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, tiny_data):
+    """The run that the stopped ones are compared with, in a process of its own like them."""
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
+    args = [f"--{k}={v}" for k, v in {"dataset": tiny_data, **TINY, **STOPPED, "out_dir": out}.items()]
+    assert run_script(*args).returncode == 0
+    return out
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_stopped_run_resumes_bit_for_bit(tmp_path, tiny_args, how):
-    args = dict(dropout=0.1, max_tokens=24_000, warmup_tokens=320, checkpoint_tokens=3000, eval_tokens=9000, log_interval=3,
-                gns_calibrate_tokens=1500)
-    assert run_script(*tiny_args(out_dir=tmp_path / "whole", **args)).returncode == 0
-    process = start(tiny_args(out_dir=tmp_path / "stopped", **args))
+def test_a_stopped_run_resumes_bit_for_bit(tmp_path, tiny_args, uninterrupted, how):
+    process = start(tiny_args(out_dir=tmp_path / "stopped", **STOPPED))
     wait_for_step(tmp_path / "stopped", random.Random().randint(5, 100), process)
     process.send_signal(how)
     output = process.communicate(timeout=60)[0]
     if how != signal.SIGKILL and "Trained on" not in output:
         assert process.returncode == 128 + how and "--resume=True" in output
-    done = run_script(*tiny_args(out_dir=tmp_path / "stopped", resume=True, **args))
+    done = run_script(*tiny_args(out_dir=tmp_path / "stopped", resume=True, **STOPPED))
     assert done.returncode == 0, done.stderr
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+    assert_same_run(uninterrupted, tmp_path / "stopped")
 
 
 def test_a_kill_inside_a_checkpoint_write_loses_nothing(tmp_path, tiny_args):
