@@ -45,6 +45,8 @@ class Dataset:
                 self.meta = json.load(f)
             self.vocab_size, self.dtype = self.meta["vocab_size"], np.dtype(self.meta["dtype"])
             self.checksum = self.meta["train_sha256"]
+            self.counts = {split: int(self.meta[f"{split}_tokens"]) for split in ("train", "val")}
+            self.tokenizer = self.meta["tokenizer"]
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise ConfigError(f"dataset={dataset!r}: {self.folder}/meta.json is not readable ({e}): "
                               "prepare the dataset again") from None
@@ -52,7 +54,7 @@ class Dataset:
 
     def _open(self, split):
         path = os.path.join(self.folder, f"{split}.bin")
-        expected = self.meta[f"{split}_tokens"]
+        expected = self.counts[split]
         size = os.path.getsize(path) if os.path.exists(path) else None
         if size is None:
             raise ConfigError(f"{path} is missing: prepare the dataset again")
@@ -87,7 +89,7 @@ class Dataset:
             raise ConfigError(f"{self.folder}/{split}.bin holds token id {int(ids.max())}, the vocabulary of meta.json "
                               f"ends at {self.vocab_size - 1}: prepare the dataset again")
         ids = torch.from_numpy(ids.astype(np.int64))
-        if torch.device(device).type == "cuda":  # pinned, so that the copy overlaps with the step before
+        if torch.device(device).type == "cuda":  # pinned, so that the host goes on while the copy waits its turn on the stream
             ids = ids.pin_memory().to(device, non_blocking=True)
         else:
             ids = ids.to(device)

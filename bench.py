@@ -70,7 +70,7 @@ def write_json(path, report):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = {**hardware.facts("cpu"), "load_average": os.getloadavg()[0]}
-    report = {"command": " ".join(["python", *sys.argv]), "machine": machine, **report}
+    report = {"command": " ".join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]]), "machine": machine, **report}
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {path}")
 

@@ -207,7 +207,8 @@ def train(config, ranks, device):
             scaler.update()
         else:
             optimizer.found_inf = record["bad"]
-            optimizer.step()
+            if device != "mps" or not record["bad"]:  # Metal's fused kernel does not look at found_inf: ask the host there
+                optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
         before = state["tokens"]
