@@ -11,6 +11,7 @@ Everything is kept in out/run/branch/<at>: asking again only runs what is missin
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -43,13 +44,20 @@ def read_config(run):
     return Config(**{k: configurator.coerce(k, v, path) for k, v in values.items() if k in configurator.FIELDS})
 
 
-def run_training(config, **changes):
-    """train.py in a process of its own with `config` and changes to it; what it printed goes to train.out."""
+def run_training(config, alone=True, **changes):
+    """train.py with `config` and changes to it, in a process of its own or, for runs of seconds, in this one; what it
+    printed goes to train.out."""
     values = {**vars(config), "wandb_log": False, **changes}
     os.makedirs(values["out_dir"], exist_ok=True)
-    command = [sys.executable, TRAIN, *(f"--{k}={v}" for k, v in values.items())]
+    arguments = [f"--{k}={v}" for k, v in values.items()]
     with open(os.path.join(values["out_dir"], "train.out"), "a", encoding="utf-8") as out:
-        result = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+        if not alone:
+            import train
+            with contextlib.redirect_stdout(out):
+                train.main(arguments)
+            return
+        result = subprocess.run([sys.executable, TRAIN, *arguments], stdout=out, stderr=subprocess.PIPE,
+                                stdin=subprocess.DEVNULL, text=True)
     if result.returncode:
         raise ConfigError(f"{values['out_dir']}: train.py ended with {result.returncode}: "
                           f"{(result.stderr.strip().splitlines() or ['no message'])[-1]}")
@@ -63,6 +71,8 @@ def tokens_done(out_dir):
 
 def run_all(jobs, at_once):
     """Call all functions, `at_once` of them at a time; the first error ends it."""
+    if at_once == 1:
+        return [job() for job in jobs]
     with ThreadPoolExecutor(at_once) as pool:
         for done in [pool.submit(job) for job in jobs]:
             done.result()

@@ -1,0 +1,101 @@
+"""
+What the experiments share: arguments, cached runs of train.py, and the numbers file.
+
+Every experiment is `python experiments/<name>.py [--tiny] [--seeds N] [--config FILE] [--device D] [--key=value ...]`. It
+leaves its runs in out/<name> (finished ones are not run again, broken ones go on) and results/<name>.json and .png, and prints what
+the paper says and what was found here.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+
+import checkpoint  # noqa: E402
+import configurator  # noqa: E402
+import hardware  # noqa: E402
+import log  # noqa: E402
+import sweep  # noqa: E402
+
+# a model of seconds, to see that everything works
+TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, batch_size=8, batch_size_start=4,
+            max_tokens=1280, warmup_tokens=128, gns_half_life_tokens=300, gns_calibrate_tokens=0, eval_iters=8, log_interval=2,
+            checkpoint_tokens=0, device="cpu", dtype="float32", compile="False")
+
+
+def parse(argv, name, doc, seeds=1, settings=None, tiny=None):
+    """(args, Config) of an experiment's command line. `settings` are its own on top of the quickstart; a --config given by
+    the user replaces both, --key=value comes last."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", help="a config file; default: the quickstart with this experiment's settings")
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its share of the cores")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--out", default=f"out/{name}", help="where the runs go")
+    parser.add_argument("--results", default=os.path.join(ROOT, "results"), help="where numbers and picture go")
+    parser.add_argument("--tiny", action="store_true", help="a model of seconds, to see that everything works")
+    args, overrides = parser.parse_known_args(argv)
+    own = {} if args.config else dict(settings or {})
+    if args.tiny:
+        own.update({**TINY, **(tiny or {})})
+    own.setdefault("device", args.device)
+    try:
+        config = configurator.parse([args.config or configurator.DEFAULT_FILE, *(f"--{k}={v}" for k, v in own.items()),
+                                     *overrides])
+    except configurator.ConfigError as e:
+        configurator.die(e)
+    args.name, args.started = name, time.time()
+    given = [f"--{k}={getattr(args, k)}" for k in ("config", "seeds", "device") if getattr(args, k) != parser.get_default(k)]
+    args.command = " ".join([f"python experiments/{name}.py", *given, *(["--tiny"] if args.tiny else []), *overrides])
+    return args, config
+
+
+class Runs:
+    """Runs of one experiment by name, with their changes to the config."""
+
+    def __init__(self, config, args):
+        self.config, self.args = config, args
+
+    def path(self, name):
+        return os.path.join(self.args.out, name)
+
+    def rows(self, name):
+        return log.read(self.path(name))
+
+    def final_loss(self, name):
+        return [r["val/loss"] for r in self.rows(name) if "val/loss" in r][-1]
+
+    def do(self, wanted):
+        """wanted {name: changes to the config}: run those that are not finished yet."""
+        jobs = []
+        for name, changes in wanted.items():
+            end = changes.get("stop_tokens") or changes.get("max_tokens") or self.config.stop_tokens or self.config.max_tokens
+            if sweep.tokens_done(self.path(name)) < end:
+                jobs.append(lambda name=name, changes=changes: self.one(name, changes))
+        print(f"{len(jobs)} of {len(wanted)} runs to do, {self.args.jobs} at a time", flush=True)
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, hardware.usable_cores() // self.args.jobs)))
+        try:
+            sweep.run_all(jobs, 1 if self.args.tiny else self.args.jobs)
+        except configurator.ConfigError as e:
+            configurator.die(e)
+
+    def one(self, name, changes):
+        start = time.time()
+        sweep.run_training(self.config, alone=not self.args.tiny, **{"resume": "auto", **changes, "out_dir": self.path(name)})
+        took = log.duration(time.time() - start)
+        print(f"{self.path(name)}: validation loss {self.final_loss(name):.4f}, {took}", flush=True)
+
+
+def write(args, config, paper, finding, numbers):
+    """results/<name>.json with the sentence, the command and the machine; returns the path of the picture to draw."""
+    os.makedirs(args.results, exist_ok=True)
+    path = os.path.join(args.results, args.name)
+    settings = {k: v for k, v in vars(config).items() if v != configurator.FIELDS[k].default and k not in ("out_dir", "device")}
+    checkpoint.write_json(path + ".json", {"command": args.command, "paper": paper, "finding": finding, **numbers,
+                                           "settings": settings, "seconds": round(time.time() - args.started),
+                                           **hardware.facts(hardware.pick_device(config.device))})
+    print(f"\n{paper}\n{finding}\n{path}.json {path}.png", flush=True)
+    return path + ".png"
