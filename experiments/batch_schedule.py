@@ -24,7 +24,7 @@ PAPER = "The paper: a linear batch schedule, guided by the noise scale, reached 
 # of its run
 SETTINGS = dict(n_layer=3, n_embd=96, n_head=3, batch_size=64, batch_size_start=8, max_tokens=1_500_000, warmup_tokens=75_000,
                 gns_half_life_tokens=150_000)
-FACTORS = (1.0, 2.0, 4.0)  # on the learning rate; half of it was worse for every batch
+FACTORS = (1.0, 2.0, 4.0)  # on the learning rate; half of it was worse for batches 8 and 16
 
 
 def batch_sizes(config):
