@@ -1,0 +1,138 @@
+"""
+The standard error of the noise scale by its two batch sizes (Gray et al. 2024, arXiv 2411.00999, Figure 2)
+
+    python experiments/estimator_variance.py           # simulation, and 2048 gradients at the end of phase_plot.py's run
+    python experiments/estimator_variance.py --config config/gpt_111m.py --device cuda
+
+A noise scale compares |gradient|^2 of batches of B_small examples with that of B_big. Every estimate here reads the same
+examples, cut into steps of B_big and those into batches of B_small; its error is a jackknife over steps. First with Gaussian
+gradients, where truth and error are known, then with a trained model's, at fixed weights.
+"""
+
+import math
+import sys
+
+import numpy as np
+import torch
+from batch_pairs import halving_tree, jackknife, pairs, simulated, theory
+from common import parse, write
+from phase_plot import FOLDER, SETTINGS, TINY, exact_runs
+
+import batches
+import hardware
+import plot
+import sample
+
+PAPER = "The paper: for the same examples a smaller B_small always has the lower standard error, and B_big does not matter."
+DIMENSIONS, TRIALS = 64, 200
+TRUE_GNS = (1.0, 32.0)  # well below B_big, and about the quickstart's at its end
+
+
+def model_gradients(run, config, n_examples):
+    """One flat gradient per example at the weights of a run's end, on examples that it has not read."""
+    device = hardware.pick_device(config.device)
+    model, _ = sample.load_model(run, device)  # no dropout
+    data, autocast = batches.Dataset(config.dataset, config.block_size), hardware.autocast(
+        device, hardware.pick_dtype(config.dtype, device))
+    for n in range(n_examples):
+        x, y = data.train_batch(config.seed + 1, n, 1, device)
+        with autocast:
+            _, loss = model(x, y)
+        yield torch.cat([g.flatten().float() for g in torch.autograd.grad(loss, list(model.parameters()))])
+
+
+def grid(top):
+    """(B_small, B_big): every B_small at the largest B_big, and B_small = 1 at every B_big."""
+    sizes = [2**i for i in range(top.bit_length())]
+    return [(small, top) for small in sizes[:-1]] + [(1, big) for big in sizes[1:-1]]
+
+
+def simulation(n_examples, top, trials):
+    """Relative errors by true noise scale: the spread over trials, the jackknife's mean, and the formula's."""
+    rng, rows = np.random.default_rng(0), []
+    for true_gns in TRUE_GNS:
+        draws = [simulated(true_gns, DIMENSIONS, n_examples, top, rng) for _ in range(trials)]
+        for small, big in grid(top):
+            estimates, errors = zip(*(jackknife(*pairs(draw, small, big)) for draw in draws))
+            rows.append({"true_gns": true_gns, "small": small, "big": big, "mean": float(np.mean(estimates)) / true_gns,
+                         "error": float(np.std(estimates, ddof=1)) / true_gns,
+                         "jackknife": float(np.median(errors)) / true_gns,
+                         "theory": theory(true_gns, DIMENSIONS, n_examples, small, big)})
+    return rows
+
+
+def on_model(sq_norms, top):
+    """Relative jackknife errors; each is itself known to about 1 / sqrt(2 (steps - 1))."""
+    rows = []
+    for small, big in grid(top):
+        tr_sigma, sq_norm = pairs(sq_norms, small, big)
+        value, error = jackknife(tr_sigma, sq_norm)
+        rows.append({"small": small, "big": big, "gns": value, "error": error / value,
+                     "error_uncertainty": error / value / math.sqrt(2 * (len(sq_norm) - 1))})
+    return rows
+
+
+def at(rows, small, big, key="error"):
+    return next(row[key] for row in rows if (row["small"], row["big"]) == (small, big))
+
+
+def finding(model, low, high, top):
+    """low, high: simulated rows of the two noise scales. An error may go the wrong way by its own uncertainty."""
+    large, data = top // 2, (low, high, model)
+    by_small = sorted((row for row in model if row["big"] == top), key=lambda row: row["small"])
+    wrong = [b["small"] for a, b in zip(by_small, by_small[1:]) if b["error"] < a["error"] - a["error_uncertainty"]]
+    smaller = ("is better" if not wrong and by_small[-1]["error"] > by_small[0]["error"] else
+               "is better in simulation and not everywhere on the model")
+    small_cost, big_cost = ([at(rows, *pair) / at(rows, 1, top) for rows in data] for pair in ((large, top), (1, 2)))
+    bigger = ("does not matter" if max(big_cost) < 1.3 else
+              "matters where it is far below the noise scale, by a term tr(Sigma^2) / (B_big - B_small), and not above it")
+    return (f"Here: at B_big = {top}, B_small = {large} has {small_cost[0]:.1f} times the error of B_small = 1 in simulation with a "
+            f"noise scale of {TRUE_GNS[0]:g}, {small_cost[1]:.1f} times with {TRUE_GNS[1]:g}, and {small_cost[2]:.1f} times on the "
+            f"model (noise scale {at(model, 1, top, 'gns'):.3g}): a smaller B_small {smaller}; at B_small = 1, B_big = 2 has "
+            f"{big_cost[0]:.1f}, {big_cost[1]:.1f} and {big_cost[2]:.1f} times the error of B_big = {top}: it {bigger}.")
+
+
+def draw(simulated_rows, model, top, path):
+    plt = plot.pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(13, 5.3), layout="constrained", sharey=True)
+    for ax, varies, keep in ((axes[0], "small", lambda r: r["big"] == top), (axes[1], "big", lambda r: r["small"] == 1)):
+        for color, true_gns in zip(plot.COLORS, TRUE_GNS):
+            rows = sorted((r for r in simulated_rows if r["true_gns"] == true_gns and keep(r)), key=lambda r: r[varies])
+            x = [r[varies] for r in rows]
+            ax.plot(x, [r["theory"] for r in rows], color=color, label=f"Gaussian, noise scale {true_gns:g}: formula")
+            ax.plot(x, [r["error"] for r in rows], "o", color=color, mfc="white", label="spread over trials")
+            ax.plot(x, [r["jackknife"] for r in rows], "x", color=color, label="jackknife, median")
+        rows = sorted((r for r in model if keep(r)), key=lambda r: r[varies])
+        ax.errorbar([r[varies] for r in rows], [r["error"] for r in rows], [r["error_uncertainty"] for r in rows],
+                    color=plot.COLORS[2], marker="s", capsize=3,
+                    label=f"model, noise scale {at(model, 1, top, 'gns'):.3g}: jackknife")
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        ax.yaxis.set_major_formatter(lambda v, _: f"{100 * v:g}%")
+        ax.yaxis.set_minor_formatter(lambda v, _: f"{100 * v:g}%" if f"{v:.0e}"[0] in "25" else "")
+    axes[0].set_title(f"Relative standard error by B_small (B_big = {top})")
+    axes[1].set_title("and by B_big (B_small = 1)")
+    axes[0].set_xlabel("B_small")
+    axes[1].set_xlabel("B_big")
+    axes[1].legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv=None):
+    args, config = parse(argv, "estimator_variance", __doc__, settings=SETTINGS, tiny=TINY, folder=FOLDER)
+    n_examples, top, trials = (64, 8, 20) if args.tiny else (2048, 128, TRIALS)
+    run, = exact_runs(config, args, seeds=[0])
+    simulated_rows = simulation(n_examples, top, trials)
+    model = on_model(halving_tree(model_gradients(run, config, n_examples), top), top)
+    low, high = ([r for r in simulated_rows if r["true_gns"] == g] for g in TRUE_GNS)
+    path = write(args, config, PAPER, finding(model, low, high, top),
+                 {"examples": n_examples, "dimensions": DIMENSIONS, "trials": trials, "simulation": simulated_rows,
+                  "model": model})
+    draw(simulated_rows, model, top, path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
