@@ -106,8 +106,9 @@ def finding(result):
     always = max(m["crossover"] for m in models.values()) < lengths[0]
     share = {m: models["111M"]["share"][m] for m in costs.METHODS}
     at = lengths.index(2048)
-    return (f"Here: simultaneous needs fewer FLOPs than gram from {small['crossover']:.0f} tokens on at width {small['width']} and "
-            f"from {large['crossover']:.0f} at {large['width']}" + (f", so at every length from {lengths[0]}" if always else ", so not at every length") +
+    everywhere = f"so at every length from {lengths[0]}" if always else "so not at every length"
+    return (f"Here: simultaneous needs fewer FLOPs than gram from {small['crossover']:.0f} tokens on at width {small['width']}"
+            f", from {large['crossover']:.0f} at {large['width']}, {everywhere}"
             f"; at 111M it adds {share['simultaneous'][0]:.2%} to forward and backward at T = {lengths[0]}, "
             f"{share['simultaneous'][at]:.3%} at 2048 and {share['simultaneous'][-1]:.4%} at {lengths[-1]}, gram "
             f"{share['gram'][0]:.2%}, {share['gram'][at]:.0%} and {share['gram'][-1]:.0%}, the norm layers alone "

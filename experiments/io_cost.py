@@ -35,11 +35,11 @@ def finding(result):
     gram_wins = [name for name, m in models.items() if m["extra"]["gram"][at] < m["extra"]["simultaneous"][at]]
     small, large = (pick(models.values(), key=lambda m: m["width"]) for pick in (min, max))
     alone, *both = (models["111M"]["extra"][method][at] for method in ("norm only", "simultaneous", "gram"))
-    return (f"Here: simultaneous moves fewer bytes than gram from {small['crossover']:,.0f} tokens on at width {small['width']} "
-            f"and from {large['crossover']:,.0f} at {large['width']}, about {small['crossover'] / small['width']:.1f} to "
-            f"{large['crossover'] / large['width']:.1f} times the width; at T = 2048 gram moves fewer for "
-            f"{', '.join(gram_wins) or 'none'}; the norm layers alone add 1/{both[0] / alone:,.0f} of what simultaneous adds and "
-            f"1/{both[1] / alone:,.0f} of gram's at 111M.")
+    times = [m["crossover"] / m["width"] for m in (small, large)]
+    return (f"Here: simultaneous moves fewer bytes than gram from {small['crossover']:,.0f} tokens on at width "
+            f"{small['width']}, from {large['crossover']:,.0f} at {large['width']}, {times[0]:.1f} and {times[1]:.1f} times the "
+            f"width; at T = 2048 gram moves fewer for {', '.join(gram_wins) or 'none'}; the norm layers alone add "
+            f"1/{both[0] / alone:,.0f} of what simultaneous adds and 1/{both[1] / alone:,.0f} of what gram adds at 111M.")
 
 
 def main(argv=None):

@@ -64,7 +64,8 @@ def finding(groups):
     r = min(norm["r_log_sq_norm"], norm["r_log_tr_sigma"])
     return (f"Here: over the last {1 - BURN_IN:.0%} of the run the norm layers' |G|^2 went to {norm['sq_norm_factor']:.2g} of "
             f"its value and their tr(Sigma) to {norm['tr_sigma_factor']:.2g}, the other groups' to "
-            f"{span('sq_norm_factor', others)} and {span('tr_sigma_factor', others)}; the noise scale rose in {len(rose)} of {len(groups)} groups (norm "
+            f"{span('sq_norm_factor', others)} and {span('tr_sigma_factor', others)}; the noise scale rose in {len(rose)} of "
+            f"{len(groups)} groups (norm "
             f"{norm['gns_first']:.3g} to {norm['gns_last']:.3g}, total {groups['total']['gns_first']:.3g} to "
             f"{groups['total']['gns_last']:.3g}); logarithms of the norm layers' parts follow the total's with Pearson r "
             f"{norm['r_log_sq_norm']:.2f} (|G|^2) and {norm['r_log_tr_sigma']:.2f} (tr Sigma): "
