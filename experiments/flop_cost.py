@@ -75,7 +75,6 @@ def draw(result, path, unit, of_what):
     total.legend(lines, [*costs.METHODS, *shown], ncols=2)
     total.set_title(f"Added {unit} per micro-batch of {result['batch']}")
     share.set_title(f"Share of {of_what}")
-    share.yaxis.set_major_formatter(lambda v, _: f"{100 * v:g}%")
     widths, lengths = zip(*((m["width"], m["crossover"]) for m in result["models"].values()))
     order = np.argsort(widths)
     cross.plot(np.array(widths)[order], np.array(lengths)[order], "o-", color=plot.COLORS[6])
@@ -112,7 +111,7 @@ def finding(result):
             f"; at 111M it adds {share['simultaneous'][0]:.2%} to forward and backward at T = {lengths[0]}, "
             f"{share['simultaneous'][at]:.3%} at 2048 and {share['simultaneous'][-1]:.4%} at {lengths[-1]}, gram "
             f"{share['gram'][0]:.2%}, {share['gram'][at]:.0%} and {share['gram'][-1]:.0%}, the norm layers alone "
-            f"{share['norm only'][at]:.5%} at 2048.")
+            f"1/{share['simultaneous'][at] / share['norm only'][at]:,.0f} of simultaneous.")
 
 
 def main(argv=None):

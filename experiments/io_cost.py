@@ -37,8 +37,8 @@ def finding(result):
     alone, *both = (models["111M"]["extra"][method][at] for method in ("norm only", "simultaneous", "gram"))
     times = [m["crossover"] / m["width"] for m in (small, large)]
     return (f"Here: simultaneous moves fewer bytes than gram from {small['crossover']:,.0f} tokens on at width "
-            f"{small['width']}, from {large['crossover']:,.0f} at {large['width']}, {times[0]:.1f} and {times[1]:.1f} times the "
-            f"width; at T = 2048 gram moves fewer for {', '.join(gram_wins) or 'none'}; the norm layers alone add "
+            f"{small['width']}, from {large['crossover']:,.0f} at {large['width']}, {times[0]:.1f} and {times[1]:.1f} times "
+            f"the width; at T = 2048 gram moves fewer for {', '.join(gram_wins) or 'none'}; the norm layers alone add "
             f"1/{both[0] / alone:,.0f} of what simultaneous adds and 1/{both[1] / alone:,.0f} of what gram adds at 111M.")
 
 

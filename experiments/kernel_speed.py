@@ -50,6 +50,7 @@ def draw(widths, path):
     time.set_title("Forward + backward (ms; band: quartiles)")
     time.set_yscale("log")
     time.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+    time.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in "25" else "")
     ratio.set_title("over torch's LayerNorm in the same round")
     ratio.set_ylim(bottom=0)
     time.legend()
