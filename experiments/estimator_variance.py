@@ -24,7 +24,7 @@ import plot
 import sample
 
 PAPER = "The paper: for the same examples a smaller B_small always has the lower standard error, and B_big does not matter."
-DIMENSIONS, TRIALS = 64, 200
+DIMENSIONS, TRIALS = 64, 400
 TRUE_GNS = (1.0, 32.0)  # well below B_big, and about the quickstart's at its end
 
 

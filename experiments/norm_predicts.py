@@ -33,15 +33,14 @@ def over_seeds(per_seed):
 def finding(numbers):
     (short, least), *_, (long, most) = sorted(numbers.items())
     norm = most["norm"]
-    best = max(most, key=lambda g: most[g]["r"])
-    rank = sorted(most, key=lambda g: -most[g]["r"]).index("norm") + 1
+    others = ", ".join(f"{g} {most[g]['r']:.3f}" for g in most if g != "norm")
     claim = ("so they predict it" if norm["r_low"] > 0.9 else "so they predict it roughly" if norm["r_low"] > 0.7 else
              "so they do not predict it")
     more = "smoothing more helps" if norm["r"] > least["norm"]["r"] else "smoothing more does not help"
     return (f"Here: Pearson r {norm['r']:.3f} ({norm['r_low']:.3f} to {norm['r_high']:.3f} over runs) and slope "
             f"{norm['slope']:.2f} (95% intervals {norm['slope_low']:.2f} to {norm['slope_high']:.2f}) of the total on the norm "
-            f"layers at a half-life of {long:,} tokens, r {least['norm']['r']:.3f} at {short:,}: {claim}, and {more}; norm "
-            f"ranks {rank} of {len(most)} groups" + (f", {best} first with r {most[best]['r']:.3f}." if rank > 1 else "."))
+            f"layers at a half-life of {long:,} tokens, r {least['norm']['r']:.3f} at {short:,}: {claim}, and {more}; the "
+            f"other groups' r at the longest: {others}.")
 
 
 def draw(rows, numbers, path):
@@ -64,6 +63,7 @@ def draw(rows, numbers, path):
     norm = [numbers[h]["norm"] for h in numbers]
     slope.fill_between(list(numbers), [n["slope_low"] for n in norm], [n["slope_high"] for n in norm], color=plot.COLORS[1],
                        alpha=0.2, lw=0)
+    slope.legend(loc="lower right", ncols=2, bbox_to_anchor=(1, 0.12))
     slope.axhline(1.4, color="#888888", ls="--", lw=1)
     slope.annotate("the paper, norm: 1.4", (min(numbers), 1.4), xytext=(0, 4), textcoords="offset points", color="#666666")
     plot.draw_fit(r, numbers, "r", "Pearson r with the total")
