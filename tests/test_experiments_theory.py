@@ -138,18 +138,18 @@ def test_model_gradients_are_those_whose_norms_the_probes_return(tmp_path, tiny_
     np.testing.assert_allclose(norms[4], [sum(p.grad.square().sum().item() for p in model.parameters())], rtol=1e-4)
 
 
-def test_the_finding_about_the_error_says_from_where_b_big_stops_mattering():
-    def rows(by_small, by_big, **more):
-        return [{"small": s, "big": 8, "error": e, "error_uncertainty": 0.1, "gns": 5.0, **more} for s, e in by_small] + [
-            {"small": 1, "big": b, "error": e, "error_uncertainty": 0.1, "gns": 5.0, **more} for b, e in by_big]
-    flat, steep = rows([(1, 1.0), (2, 1.5), (4, 3.0)], [(2, 1.1), (4, 1.0)]), rows([(1, 1.0), (2, 1.1), (4, 1.2)],
-                                                                                  [(2, 4.0), (4, 1.2)])
-    assert estimator_variance.settled(flat, 8) == 2 and estimator_variance.settled(steep, 8) == 4
-    assert "B_big does not matter" in estimator_variance.finding(flat, flat, flat, 8)
+def test_the_finding_about_the_error_says_from_where_sizes_stop_mattering():
+    def rows(small, big):
+        return [{"small": s, "big": b, "error": e, "error_uncertainty": 0.1, "gns": 5.0} for (s, b), e in
+                zip([(1, 8), (2, 8), (4, 8), (1, 4), (1, 2)], small + big)]
+    flat, steep = rows([1.0, 1.1, 1.2], [1.0, 1.1]), rows([1.0, 1.2, 3.0], [1.1, 4.0])
+    assert [v["small"] for v in estimator_variance.by_small(steep, 8)] == [1, 2, 4]
+    assert [v["big"] for v in estimator_variance.by_big(steep)] == [8, 4, 2]
     text = estimator_variance.finding(model=steep, low=flat, high=flat, top=8)
-    assert "hardly from 2, 2 and 4 on" in text and "a smaller B_small is better;" in text and "3.0 times the error" in text
-    upside_down = rows([(1, 3.0), (2, 1.5), (4, 1.0)], [(2, 3.0), (4, 3.0)])
-    assert "not everywhere" in estimator_variance.finding(model=upside_down, low=flat, high=flat, top=8)
+    assert "1.2, 1.2 and 3.0 times the error of B_small = 1; a larger B_small is never better" in text
+    assert "up to 4, 4, 2 it costs" in text and "1.1, 1.1 and 4.0 times" in text and "from 2, 2, 4 on" in text
+    upside_down = rows([3.0, 1.5, 1.0], [3.0, 3.0])
+    assert "better somewhere" in estimator_variance.finding(model=upside_down, low=flat, high=flat, top=8)
 
 
 # -- groups of one exact run
@@ -197,7 +197,7 @@ def test_slope_and_r_over_seeds_are_those_put_in():
     poor = {"r": 0.3, "r_low": 0.2, "r_high": 0.4}
     worse = {h: {"norm": {**g["norm"], **poor}, "mlp": g["norm"]} for h, g in numbers.items()}
     text = norm_predicts.finding(worse)
-    assert "so they do not predict it, and smoothing more does not help" in text and f"the longest: mlp {most['r']:.3f}." in text
+    assert "so they do not predict it, and smoothing more does not help" in text and f"longest: mlp {most['r']:.3f}." in text
 
 
 # -- the kernel's speed
