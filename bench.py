@@ -83,20 +83,25 @@ PHASES = ("forward", "backward", "both")
 CACHES, BYTES = 32 << 20, {"float32": 4, "bfloat16": 2}   # the last-level cache of the machine that results/ are from
 
 
+def now(device):
+    hardware.synchronize(device)
+    return time.perf_counter()
+
+
 def norm_variant(norm, inputs, dy, every=1):
     """Times norm() and its backward apart. every: take part in one of so many rounds (for slow ones)."""
-    calls = 0
+    calls, device = 0, dy.device.type
 
     def run():
         nonlocal calls
         calls += 1
         if calls > 2 and calls % every:
             return None
-        start = time.perf_counter()
+        start = now(device)
         y = norm()
-        middle = time.perf_counter()
+        middle = now(device)
         torch.autograd.grad(y, inputs, dy)
-        end = time.perf_counter()
+        end = now(device)
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
@@ -104,28 +109,28 @@ def norm_variant(norm, inputs, dy, every=1):
 def copy_variant(x_and_dy):
     """The memory floor: as many bytes as the forward (x in, y out) and the backward (x and dy in, dx out) must move,
     half read, half written, from the same inputs to a new output."""
-    both = x_and_dy.flatten()
+    both, device = x_and_dy.flatten(), x_and_dy.device.type
     x, one_and_a_half = both[:len(both) // 2], both[:3 * len(both) // 4]
 
     def run():
-        start = time.perf_counter()
+        start = now(device)
         y = x.clone()
-        middle = time.perf_counter()
+        middle = now(device)
         one_and_a_half.clone()
-        end = time.perf_counter()
+        end = now(device)
         del y
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
 
-def kernel_variants(B, T, C, dtype):
-    x_and_dy = torch.randn(2, B, T, C).to(dtype)
+def kernel_variants(B, T, C, dtype, device="cpu"):
+    x_and_dy = torch.randn(2, B, T, C, device=device).to(dtype)
     x, dy = x_and_dy
-    w, b = torch.randn(2, C)
+    w, b = torch.randn(2, C, device=device)
     w_same = w.to(dtype).requires_grad_()   # F.rms_norm has no fused path for mixed dtypes: let it have its best
     for t in (x, w, b):
         t.requires_grad_()
-    probe, probe_rms = torch.zeros(2, B, requires_grad=True), torch.zeros(1, B, requires_grad=True)
+    probe, probe_rms = (torch.zeros(rows, B, device=device, requires_grad=True) for rows in (2, 1))
     layer_norm, rms_norm = ln_kernel.layer_norm, ln_kernel.rms_norm
     return {
         "torch": norm_variant(lambda: F.layer_norm(x, (C,), w, b), (x, w, b), dy),

@@ -26,15 +26,15 @@ TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, b
             checkpoint_tokens=0, device="cpu", dtype="float32", compile="False")
 
 
-def parse(argv, name, doc, seeds=1, settings=None, tiny=None):
+def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None):
     """(args, Config) of an experiment's command line. `settings` are its own on top of the quickstart; a --config given by
-    the user replaces both, --key=value comes last."""
+    the user replaces both, --key=value comes last. Experiments on the same runs name the same `folder`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", help="a config file; default: the quickstart with this experiment's settings")
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its share of the cores")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--out", default=f"out/{name}", help="where the runs go")
+    parser.add_argument("--out", default=f"out/{folder or name}", help="where the runs go")
     parser.add_argument("--results", default=os.path.join(ROOT, "results"), help="where numbers and picture go")
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, to see that everything works")
     args, overrides = parser.parse_known_args(argv)
