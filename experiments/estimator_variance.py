@@ -98,7 +98,7 @@ def finding(model, low, high, top):
     cost, big_cost = ([at(rows, *pair) / at(rows, 1, top) for rows in data] for pair in ((top // 2, top), (1, 2)))
     small_free = ", ".join(str(unharmed(by_small(rows, top), "small")) for rows in data)
     big_free = ", ".join(str(unharmed(by_big(rows), "big")) for rows in data)
-    claim = "a larger B_small is better somewhere" if better else "a larger B_small is never better"
+    claim = "a larger B_small is clearly better somewhere" if better else "a larger B_small is never clearly better"
     verdict = ("as the formula for Gaussian gradients has it" if cost[1] < cost[0] and big_cost[1] > big_cost[0] else
                "says the formula for Gaussian gradients, but not this simulation")
     return (f"Here: in simulation with noise scales of {TRUE_GNS[0]:g} and {TRUE_GNS[1]:g} and on the model (noise scale "

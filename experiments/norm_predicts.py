@@ -39,8 +39,8 @@ def finding(numbers):
     more = "smoothing more helps" if norm["r"] > least["norm"]["r"] else "smoothing more does not help"
     return (f"Here: Pearson r {norm['r']:.3f} ({norm['r_low']:.3f} to {norm['r_high']:.3f} over runs) and slope "
             f"{norm['slope']:.2f} (95% intervals {norm['slope_low']:.2f} to {norm['slope_high']:.2f}) of the total on the norm "
-            f"layers at a half-life of {long:,} tokens, r {least['norm']['r']:.3f} at {short:,}: {claim}, and {more}; the "
-            f"other groups' r at the longest: {others}.")
+            f"layers at a half-life of {long:,} tokens, r {least['norm']['r']:.3f} and slope {least['norm']['slope']:.2f} at "
+            f"{short:,}: {claim}, and {more}; the other groups' r at the longest: {others}.")
 
 
 def draw(rows, numbers, path):
