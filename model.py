@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+import head_loss
 import ln_kernel
 import per_example
 
@@ -141,7 +142,8 @@ class GPT(nn.Module):
             self.lm_head.weight = self.wte.weight
 
     def forward(self, idx, targets=None, probes=None, metrics=None):
-        """(logits, loss). Without targets the logits of the last position alone, (B, 1, V), and no loss.
+        """(logits, loss). Without targets the logits of the last position alone, (B, 1, V), and no loss. In training, logits
+        too large to be worth keeping (head_loss.WORTH_BYTES) are not kept, and None stands for them.
 
         probes (sites, 2, B) for the sites of either mode; with metrics, {parameter name: weight per coordinate}, it is
         (sites, 4, B), and the last two rows get the weighted squared norms."""
@@ -161,9 +163,18 @@ class GPT(nn.Module):
         x = self.ln_f(x, taps.get("ln_f"))
         if targets is None:
             return self.lm_head(x[:, -1:]), None
-        logits = linear(self.lm_head, x, taps.get("wte" if self.config.tie_weights else "lm_head"), link=link)  # (B, T, V)
-        loss = F.cross_entropy(logits.view(B * T, -1).float(), targets.reshape(-1))
-        return logits, loss
+        tap = taps.get("wte" if self.config.tie_weights else "lm_head")
+        large = head_loss.worth_it(B * T, self.config.vocab_size, x.device.type)
+        learning = self.training and torch.is_grad_enabled()
+        if large and learning and tap is None:
+            return None, head_loss.linear_cross_entropy(x, self.lm_head.weight, targets)
+        logits = linear(self.lm_head, x, tap, link=link)  # (B, T, V)
+        flat, targets = logits.view(B * T, -1), targets.reshape(-1)
+        if large and learning and not torch.compiler.is_compiling():  # which sees no write to its input's memory
+            return None, head_loss.cross_entropy_(flat, targets)
+        if large and not torch.is_grad_enabled():
+            return logits, head_loss.cross_entropy_in_pieces(flat, targets)
+        return logits, F.cross_entropy(flat.float() if flat.dtype != torch.float64 else flat, targets)
 
     def embed(self, idx, taps):
         """Token plus position embedding, and the link to a tied head: one matrix, used twice, is one site, whose

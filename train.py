@@ -186,7 +186,7 @@ def train(config, ranks, device):
             x, y = data.train_batch(config.seed, first, config.micro_batch_size, device)
             ranks.sync(run_model, last=micro == accum - 1)
             with autocast:
-                _, loss = run_model(x, y, **measure)
+                loss = run_model(x, y, **measure)[1]  # no name for the logits: they would live through the backward pass
             scaler.scale(loss / accum).backward()
             loss_sum += loss.detach() / accum
             tracker.take(measure, accum)

@@ -1,6 +1,7 @@
 """The benchmarks run, compare what they say they compare, and write what they print."""
 
 import json
+import multiprocessing.dummy
 
 import pytest
 import torch
@@ -68,3 +69,96 @@ def test_peak_bytes_sees_what_a_step_allocates_and_gives_back():
     big = 1 << 20
     assert bench.peak_bytes(lambda: torch.zeros(big)) == 4 * big
     assert bench.peak_bytes(lambda: [torch.zeros(big) for _ in range(3)]) == 12 * big
+
+
+# ---- step --against: a stand-in for a nanoGPT checkout, with its interface and names
+
+STAND_IN = '''
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 11
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 8
+    dropout: float = 0.0
+    bias: bool = True
+
+def part(**modules):
+    return nn.ModuleDict(modules)
+
+class GPT(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        print("speaks while it is made")
+        C, self.heads = c.n_embd, c.n_head
+        self.transformer = part(
+            wte=nn.Embedding(c.vocab_size, C), wpe=nn.Embedding(c.block_size, C), ln_f=nn.LayerNorm(C),
+            h=nn.ModuleList(part(ln_1=nn.LayerNorm(C), attn=part(c_attn=nn.Linear(C, 3 * C), c_proj=nn.Linear(C, C)),
+                                 ln_2=nn.LayerNorm(C), mlp=part(c_fc=nn.Linear(C, 4 * C), c_proj=nn.Linear(4 * C, C)))
+                            for _ in range(c.n_layer)))
+        self.lm_head = nn.Linear(C, c.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+
+    def forward(self, idx, targets):
+        t, (B, T) = self.transformer, idx.shape
+        x = t["wte"](idx) + t["wpe"](torch.arange(T))
+        for b in t["h"]:
+            q, k, v = (u.view(B, T, self.heads, -1).transpose(1, 2) for u in b["attn"]["c_attn"](b["ln_1"](x)).chunk(3, -1))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + b["attn"]["c_proj"](y.transpose(1, 2).reshape(B, T, -1))
+            x = x + b["mlp"]["c_proj"](F.gelu(SCALE * b["mlp"]["c_fc"](b["ln_2"](x))))
+        logits = self.lm_head(t["ln_f"](x))
+        return logits, F.cross_entropy(logits.view(B * T, -1), targets.view(-1))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        named = list(self.named_parameters())
+        groups = [{"params": [p for _, p in named if p.dim() >= 2], "weight_decay": weight_decay},
+                  {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+'''
+
+
+def run_against(path, out, monkeypatch):
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", f"--against={path}", "--models=tiny", "--seconds=0",
+                                            "--rounds=2", f"--out={out}"])
+    return bench.main()
+
+
+@pytest.fixture
+def tiny_bench(monkeypatch):
+    import bench_tools
+    shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
+    monkeypatch.setitem(bench_tools.MODELS, "tiny", (shape, 3))
+
+
+@pytest.mark.parametrize("scale, code", [("1", 0), ("3", 1)])
+def test_against_times_both_in_turns_and_tells_whether_the_losses_agree(tiny_bench, tmp_path, monkeypatch, capfd, scale, code):
+    if code:  # threads in place of processes, which once is enough to start
+        monkeypatch.setattr("multiprocessing.get_context", lambda _: multiprocessing.dummy)
+    (tmp_path / "model.py").write_text(STAND_IN.replace("SCALE", scale))
+    assert run_against(tmp_path, tmp_path / "a.json", monkeypatch) == code
+    report = json.load(open(tmp_path / "a.json"))
+    row = report["models"]["tiny"]
+    assert row["ours"]["n"] == row["theirs"]["n"] == 2 and len(row["losses"]["ours"]) == 5
+    assert row["ratio"][0] <= row["ratio"][1] <= row["ratio"][2] and row["losses_agree"] == (code == 0)
+    assert row["losses"]["ours"][0] != row["losses"]["ours"][1]
+    assert str(tmp_path) not in json.dumps(report)
+    out = capfd.readouterr().out
+    assert ("DISAGREE" in out) == (code == 1) and "speaks" not in out
+
+
+@pytest.mark.parametrize("text, words", [
+    (None, "there is no model.py"), ("import nowhere_to_be_found", "does not import"), ("class GPT: pass", "has no GPTConfig")])
+def test_what_is_no_checkout_is_one_clear_line(tiny_bench, tmp_path, monkeypatch, capsys, text, words):
+    if text is not None:
+        (tmp_path / "model.py").write_text(text)
+    with pytest.raises(SystemExit) as e:
+        run_against(tmp_path, tmp_path / "a.json", monkeypatch)
+    message = capsys.readouterr().err
+    assert e.value.code == 2 and words in message and message.startswith("error: --against=") and message.count("\n") == 1
