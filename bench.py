@@ -8,6 +8,9 @@
                                                      (pip install -r requirements-bench.txt)
     python bench.py step --ranks=2  the same under DDP
     python bench.py step --against=../nanoGPT      our step beside that of a nanoGPT checkout: tokens/s, ratio, losses
+    python bench.py profile --models=char,config/wikitext2.py      where a step's time goes, part by part
+    python bench.py data --text=book.txt           tokenisation beside tiktoken's own, and its memory
+    python bench.py startup         from the command `python train.py` to its first lines
 
 Variants take turns within each round, so that whatever else the machine does falls on all of them; medians and
 quartiles over rounds. The tables go to the screen, every number to results/<command>.json.
@@ -225,7 +228,7 @@ class PlainGPT(torch.nn.Module):
             qkv = m["c_attn"](m["ln_1"](x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
             y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
             x = x + m["proj"](y.transpose(1, 2).reshape(B, T, -1))
-            x = x + m["out"](F.gelu(m["c_fc"](m["ln_2"](x)), approximate="tanh"))
+            x = x + m["out"](F.gelu(m["c_fc"](m["ln_2"](x))))
         return self.head(self.ln_f(x))
 
 
@@ -377,6 +380,48 @@ def step_table(name, rows, ranks):
     return "\n".join(lines)
 
 
+def profile(args):
+    import bench_profile
+    return bench_profile.profile(args)
+
+
+def data(args):
+    import bench_data
+    return bench_data.data(args)
+
+
+# ---- startup: from the command to the first lines that a user sees
+
+def first_lines(arguments):
+    """Seconds from the start of `python train.py` to its first line, its first evaluation and its first logged step."""
+    marks = {"first line": "", "evaluation": "validation loss", "first logged step": " tok/s"}
+    with tempfile.TemporaryDirectory() as folder:
+        start, found = time.perf_counter(), {}
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
+        run = subprocess.Popen([sys.executable, script, *arguments, f"--out_dir={folder}/run"], text=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        try:
+            for line in run.stdout:
+                seconds = time.perf_counter() - start
+                found = {name: seconds for name, words in marks.items() if words in line} | found
+                if len(found) == len(marks):
+                    return found
+        finally:
+            run.kill()
+            run.communicate()
+    die(f"train.py ended with exit code {run.returncode} before its first logged step")
+
+
+def startup(args):
+    first_lines(args.arguments)  # compiles the norm kernel and prepares the data, if they are not there
+    starts = [first_lines(args.arguments) for _ in range(args.starts)]
+    report = {name: spread([start[name] for start in starts]) for name in starts[0]}
+    print(f"python train.py {' '.join(args.arguments)}: seconds from the command, {args.starts} starts: median (quartiles)")
+    for name, r in report.items():
+        print(f"  {name:20}{r['median_ms'] / 1e3:6.2f} ({r['q1_ms'] / 1e3:.2f} to {r['q3_ms'] / 1e3:.2f})")
+    write_json(args.out, {"starts": report})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -397,6 +442,26 @@ def main():
     p.add_argument("--rounds", type=int, default=7, help="at least so many per model")
     p.add_argument("--out", help="default: results/step.json, or results/step_against.json")
     p.set_defaults(run=step)
+    p = commands.add_parser("profile", help="a step by its parts, on this CPU")
+    p.add_argument("--models", default="char", help=f"some of {', '.join(MODELS)}, or config files, by comma")
+    p.add_argument("--gns", default="norm", choices=("off", "norm", "exact"))
+    p.add_argument("--micro", type=int, default=0, help="micro-batch; default: the model's own")
+    p.add_argument("--seconds", type=float, default=20.0, help="per model, at least")
+    p.add_argument("--rounds", type=int, default=7, help="at least so many per model")
+    p.add_argument("--out", default="results/profile.json")
+    p.set_defaults(run=profile)
+    p = commands.add_parser("data", help="tokenisation: rate beside tiktoken's own, and memory")
+    p.add_argument("--text", required=True, help="a UTF-8 text, which is repeated")
+    p.add_argument("--megabytes", type=float, default=30.0)
+    p.add_argument("--seconds", type=float, default=20.0, help="at least")
+    p.add_argument("--rounds", type=int, default=5, help="at least so many")
+    p.add_argument("--out", default="results/data.json")
+    p.set_defaults(run=data)
+    p = commands.add_parser("startup", help="time to the first lines of train.py")
+    p.add_argument("--starts", type=int, default=5)
+    p.add_argument("--out", default="results/startup.json")
+    p.add_argument("arguments", nargs="*", help="for train.py, after --")
+    p.set_defaults(run=startup)
     args = parser.parse_args()
     return args.run(args)
 

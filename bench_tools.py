@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import statistics
 import sys
 import time
@@ -76,9 +77,8 @@ def write_json(path, report):
 
 def command():
     """The command line, with the folders of this machine left out of its paths."""
-    words = [word.split("=", 1) for word in sys.argv[1:]]
-    shown = ["=".join([*word[:-1], Path(word[-1]).name if os.path.isabs(word[-1]) else word[-1]]) for word in words]
-    return " ".join(["python", os.path.basename(sys.argv[0]), *shown])
+    words = [re.sub(r"(^|[=,])/[^,]*/", r"\1", word) for word in sys.argv[1:]]
+    return " ".join(["python", os.path.basename(sys.argv[0]), *words])
 
 
 # ---- our training step, with the parts of train.py
@@ -95,9 +95,9 @@ def adamw(parameters):
 
 
 def clip_and_step(optimizer, parameters, total_sq=None):
-    grads = [p.grad for p in parameters]
-    total_sq = torch.stack(torch._foreach_norm(grads)).square().sum() if total_sq is None else total_sq
-    torch._foreach_mul_(grads, torch.clamp(1.0 / (total_sq.sqrt() + 1e-6), max=1.0))
+    """As train.py: the fused kernel divides by grad_scale, which is how gradients are clipped."""
+    total_sq = torch.stack(torch._foreach_norm([p.grad for p in parameters])).square().sum() if total_sq is None else total_sq
+    optimizer.grad_scale = torch.clamp(total_sq.sqrt() + 1e-6, min=1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
