@@ -40,6 +40,7 @@ from configurator import Config, die
 SHAPES = [(16, 128, 256), (32, 256, 256), (4, 256, 768), (8, 1024, 768),
           (4, 128, 2048), (4, 1024, 2048), (2, 128, 4096), (4, 512, 4096)]
 PHASES = ("forward", "backward", "both")
+CACHES, BYTES = 32 << 20, {"float32": 4, "bfloat16": 2}   # the last-level cache of the machine that results/ are from
 
 
 def norm_variant(norm, inputs, dy, every=1):
@@ -134,9 +135,11 @@ def summarise(shapes):
             both = [s["ratios"][f"{a} / {b}"]["both"] for s in shapes if s["dtype"] == dtype]
             lines.append(f"{dtype}: {a} / {b}, forward + backward: geometric mean {geomean(both):.2f}, "
                          f"worst {max(both):.2f}")
-        floor = [s["ratios"]["ours / copy"]["backward"] for s in shapes if s["dtype"] == dtype and s["C"] >= 2048]
-        lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048: "
-                     f"geometric mean {geomean(floor):.2f}, worst {max(floor):.2f}")
+        # x, dy and dx together: only beyond the caches is a copy the floor of memory, within them it is that of the caches
+        for where, inside in (("beyond the caches", False), ("within them", True)):
+            floor = [s["ratios"]["ours / copy"]["backward"] for s in shapes if s["dtype"] == dtype and s["C"] >= 2048
+                     and (3 * s["B"] * s["T"] * s["C"] * BYTES[dtype] <= CACHES) == inside]
+            lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048, {where}: worst {max(floor):.2f}")
     return lines
 
 

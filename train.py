@@ -322,9 +322,9 @@ def validation_loss(model, data, config, device, autocast, ranks=None):
 def describe(row, config, seconds_left):
     """The line of a logged step."""
     noise = "gns off" if config.gns == "off" else "gns undetermined"
-    found = log.noise(row, log.noise_key([row]))
-    if found:
-        noise = "gns {:.3g} [{:.3g}, {:.3g}]".format(*found)
+    key = log.noise_key([row])
+    if log.noise(row, key):
+        noise = "{} {:.3g} [{:.3g}, {:.3g}]".format("norm gns" if key == "gns/norm" else "gns", *log.noise(row, key))
     return (f"step {row['step']:>6} | {log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%} | "
             f"loss {row['train/loss']:.4f} | batch {row['batch_size']:>3} | {noise:<22} | "
             f"{log.count(row['tok_per_sec']):>5} tok/s, mfu {row['mfu']:3.0%} | {log.duration(seconds_left)} left"

@@ -2,8 +2,8 @@
 What the experiments share: arguments, cached runs of train.py, and the numbers file.
 
 Every experiment is `python experiments/<name>.py [--tiny] [--seeds N] [--config FILE] [--device D] [--key=value ...]`. It
-leaves its runs in out/<name> (finished ones are not run again, broken ones go on) and results/<name>.json and .png, and prints what
-the paper says and what was found here.
+leaves its runs in out/<name> (finished ones are not run again, broken ones go on), results/<name>.json and results/<name>.png,
+and prints what the paper says and what was found here.
 """
 
 import argparse
