@@ -214,7 +214,7 @@ def against(args):
             report[name] = compare(name, args.against, threads, args.seconds, args.rounds)
             print(f"float32, {threads} threads, load {os.getloadavg()[0]:.1f}; ours with gns=norm\n"
                   + table(name, report[name]), flush=True)
+            write_json(args.out, {"threads": threads, "models": report})
     except ConfigError as e:
         die(e)
-    write_json(args.out, {"threads": threads, "models": report})
     return 0 if all(row["losses_agree"] for row in report.values()) else 1

@@ -94,7 +94,8 @@ class Attention(nn.Module):
             sigma = spectral_norm(weight)
             weight, tap = weight / sigma, scaled_tap(tap, sigma)
         qkv = linear(self.c_attn, x, tap, weight)
-        q, k, v = qkv.view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)  # (B, nh, T, hs) each
+        # (B, nh, T, hs) each; by split, whose backward writes the gradients side by side in one pass
+        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in qkv.split(C, dim=2))
         if self.cosine:  # unit vectors times sqrt(hs) each, so that logits are sqrt(hs) * cosine
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)

@@ -43,6 +43,8 @@ def train(config, ranks, device):
     dtype = hardware.pick_dtype(config.dtype, device)
     if device == "cpu":
         hardware.prepare_cpu()
+    elif config.tf32:
+        torch.set_float32_matmul_precision("high")
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
     saved = ranks.guard(lambda: load_for_resume(config, data, mmap=ranks.world > 1))
     branched = bool(saved and saved.get("branched"))
