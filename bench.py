@@ -408,7 +408,7 @@ def first_lines(arguments):
                 seconds = time.perf_counter() - start
                 found = {name: seconds for name, words in marks.items() if words in line} | found
                 if len(found) == len(marks):
-                    return found
+                    return {name: found[name] for name in marks}
         finally:
             run.kill()
             run.communicate()
@@ -455,7 +455,7 @@ def main():
     p.set_defaults(run=profile)
     p = commands.add_parser("data", help="tokenisation: rate beside tiktoken's own, and memory")
     p.add_argument("--text", required=True, help="a UTF-8 text, which is repeated")
-    p.add_argument("--megabytes", type=float, default=30.0)
+    p.add_argument("--megabytes", type=float, default=10.0, help="of text for the rates; memory also with ten times that")
     p.add_argument("--seconds", type=float, default=20.0, help="at least")
     p.add_argument("--rounds", type=int, default=5, help="at least so many")
     p.add_argument("--out", default="results/data.json")

@@ -1,7 +1,7 @@
 """
 bench.py data: how fast text becomes token files, and whether memory stays flat while the text grows.
 
-    python bench.py data --text=book.txt --megabytes=30
+    python bench.py data --text=book.txt --megabytes=10
 
 Ours is all of data/text/prepare.py with GPT-2's BPE: reading, decoding, encoding on all cores, checking, writing, checksums.
 Beside it tiktoken's own encode_ordinary_batch on all cores, with the text in memory already and cut into parts at line ends;
@@ -90,9 +90,9 @@ def data(args):
         die(f"--text={args.text}: no such file")
     with tempfile.TemporaryDirectory() as folder:
         small, large = (os.path.join(folder, f"{name}.txt") for name in ("small", "large"))
-        sizes = [repeat(args.text, small, int(args.megabytes * 1e5)), repeat(args.text, large, int(args.megabytes * 1e6))]
+        sizes = [repeat(args.text, small, int(args.megabytes * 1e6)), repeat(args.text, large, int(args.megabytes * 1e7))]
         try:
-            speed = rates(large, folder, args.seconds, args.rounds)
+            speed = rates(small, folder, args.seconds, args.rounds)
         except tokens.PrepareError as e:
             die(e)
         memory = [peak_memory(path, os.path.join(folder, f"out{i}")) for i, path in enumerate((small, large))]
