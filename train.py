@@ -43,6 +43,8 @@ def train(config, ranks, device):
     dtype = hardware.pick_dtype(config.dtype, device)
     if device == "cpu":
         hardware.prepare_cpu()
+    elif config.tf32:
+        torch.set_float32_matmul_precision("high")
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
     saved = ranks.guard(lambda: load_for_resume(config, data, mmap=ranks.world > 1))
     branched = bool(saved and saved.get("branched"))
@@ -186,7 +188,7 @@ def train(config, ranks, device):
             x, y = data.train_batch(config.seed, first, config.micro_batch_size, device)
             ranks.sync(run_model, last=micro == accum - 1)
             with autocast:
-                _, loss = run_model(x, y, **measure)
+                loss = run_model(x, y, **measure)[1]  # no name for the logits: they would live through the backward pass
             scaler.scale(loss / accum).backward()
             loss_sum += loss.detach() / accum
             tracker.take(measure, accum)
@@ -195,20 +197,25 @@ def train(config, ranks, device):
         record = tracker.finish(loss_sum, B // ranks.world, loss_scale)
         pending.append((record, tracker.mode, B, step_tokens))
 
-        # -- update; AdamW's fused kernel leaves everything as it was where `bad` is 1, without asking the host
+        # -- update; AdamW's fused kernel leaves everything as it was where `bad` is 1, without asking the host, and divides
+        # gradients by `excess` on its way: clipping without a pass over them
+        excess = None
         if config.grad_clip > 0:
-            clip = torch.clamp(config.grad_clip / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0)
-            torch._foreach_mul_([distributed.local(p.grad) for p in model.parameters()], clip)
+            excess = torch.clamp((record["param_sq"].sum().sqrt() + 1e-6) / config.grad_clip, min=1.0)
         for group in optimizer.param_groups:
             group["lr"], group["betas"] = lr, (config.beta1, beta2)
             group["weight_decay"] = weight_decay if group["weight_decay"] else 0.0
-        if scaler.is_enabled():
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.found_inf = record["bad"]
-            if device != "mps" or not record["bad"]:  # Metal's fused kernel does not look at found_inf: ask the host there
+        if scaler.is_enabled() or device == "mps":  # fp16's scaler, and Metal's kernel, do not look at these two
+            if excess is not None:
+                torch._foreach_div_([distributed.local(p.grad) for p in model.parameters()], excess)
+            if scaler.is_enabled():
+                scaler.step(optimizer)
+                scaler.update()
+            elif not record["bad"]:
                 optimizer.step()
+        else:
+            optimizer.grad_scale, optimizer.found_inf = excess, record["bad"]
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
         before = state["tokens"]
