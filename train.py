@@ -31,6 +31,7 @@ import ln_kernel
 import log
 import schedule
 from configurator import ConfigError
+from grad_stats import GradStats
 from model import GPT, GPTConfig
 from tracker import Tracker
 
@@ -74,6 +75,7 @@ def train(config, ranks, device):
     state = {"step": 0, "tokens": 0, "examples": 0, "best_val_loss": None, "bad_steps": 0, "bad_in_a_row": 0,
              "seconds": 0.0, "wandb_id": None}
     tracker = Tracker(model, optimizer, config, device, ranks)
+    stats = GradStats(model, optimizer, config, ranks)
     ranks.seed(config.seed, 0)
     streams_go_on = True
     if saved:
@@ -112,6 +114,9 @@ def train(config, ranks, device):
         out.say("gns_adam is off: with gns='exact' it needs Adam's second moment of every parameter whole on each process, "
                 "which parallel='fsdp' exists to avoid; gns='norm' has it")
 
+    if config.grad_stats and ranks.sharded:
+        out.say("grad_stats without coherence: parallel='fsdp' never forms the gradient of one micro-batch whole")
+
     def save():
         flush()
         state["seconds"] = clock.seconds()
@@ -143,6 +148,7 @@ def train(config, ranks, device):
             flat = flat[sizes[-1]:]
             bad = values["bad"][0] > 0
             last.update(loss=float(values["loss"][0]), grad_norm=float(np.sqrt(values["param_sq"].sum())))
+            stats.absorb(values)
             state["bad_steps"] += int(bad)
             state["bad_in_a_row"] = state["bad_in_a_row"] + 1 if bad else 0
             if not bad:
@@ -181,6 +187,8 @@ def train(config, ranks, device):
 
         # -- gradients: the mean over all B examples, micro-batch by micro-batch
         measure = tracker.begin(state["tokens"], state["tokens"] + step_tokens)
+        stats.begin(accum, config.grad_stats and ((state["step"] + 1) % config.log_interval == 0
+                                                  or state["tokens"] + step_tokens >= end_tokens))
         loss_sum = torch.zeros((), device=device)
         loss_scale = scaler.scale(torch.ones((), device=device))  # 1 unless fp16
         for micro in range(accum):
@@ -192,10 +200,12 @@ def train(config, ranks, device):
             scaler.scale(loss / accum).backward()
             loss_sum += loss.detach() / accum
             tracker.take(measure, accum)
+            stats.take(tracker.held, loss_scale)
         tracker.release()
         scaler.unscale_(optimizer)
         record = tracker.finish(loss_sum, B // ranks.world, loss_scale)
         pending.append((record, tracker.mode, B, step_tokens))
+        stats.before_update()
 
         # -- update; AdamW's fused kernel leaves everything as it was where `bad` is 1, without asking the host, and divides
         # gradients by `excess` on its way: clipping without a pass over them
@@ -216,6 +226,7 @@ def train(config, ranks, device):
         else:
             optimizer.grad_scale, optimizer.found_inf = excess, record["bad"]
             optimizer.step()
+        record.update(tracker.sum_over_ranks(stats.after_update()))
         optimizer.zero_grad(set_to_none=True)
 
         before = state["tokens"]
@@ -245,7 +256,7 @@ def train(config, ranks, device):
                    "bad_steps": state["bad_steps"]}
             row |= {key: value for key, value in (("beta2", beta2), ("weight_decay", weight_decay))
                     if getattr(config, f"{key}_scaling") != "none"}
-            row |= tracker.row()
+            row |= tracker.row() | stats.row()
             out.write(row)
             out.say(describe(row, config, left))
             # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
