@@ -142,8 +142,8 @@ def draw(path, curves):
             ax.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, lw=0)
     axes[0].set_title("Key bias: way from its start")
     axes[0].set_yscale("log")
-    axes[1].set_title("Key bias: distance to the teacher, over the first")
-    axes[2].set_title("Output's squared error, relative")
+    axes[1].set_title("Key bias: distance to the teacher (start = 1)")
+    axes[2].set_title("Squared error of the output, relative")
     axes[2].set_yscale("log")
     axes[2].yaxis.set_minor_formatter(lambda *_: "")
     for ax in axes:

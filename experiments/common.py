@@ -95,7 +95,7 @@ def write(args, config, paper, finding, numbers):
     path = os.path.join(args.results, args.name)
     settings = {k: v for k, v in vars(config).items() if v != configurator.FIELDS[k].default and k not in ("out_dir", "device")}
     checkpoint.write_json(path + ".json", {"command": args.command, "paper": paper, "finding": finding, **numbers,
-                                           "settings": settings, "seconds": round(time.time() - args.started),
+                                           "settings": settings, "last_command_seconds": round(time.time() - args.started),
                                            **hardware.facts(hardware.pick_device(config.device))})
     print(f"\n{paper}\n{finding}\n{path}.json {path}.png", flush=True)
     return path + ".png"
