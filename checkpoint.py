@@ -17,7 +17,7 @@ FORMAT = 1
 # keys that may change on resume: where and how the run is computed and watched, not what is computed
 FREE_KEYS = {"out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log", "wandb_project",
              "wandb_run_name", "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval", "checkpoint_tokens",
-             "stop_tokens", "branch_from"}
+             "stop_tokens", "branch_from", "grad_stats"}
 
 # keys that a branch may set anew: batch, learning rate and what goes with them
 BRANCH_KEYS = FREE_KEYS | {

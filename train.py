@@ -31,6 +31,7 @@ import ln_kernel
 import log
 import schedule
 from configurator import ConfigError
+from grad_stats import GradStats
 from model import GPT, GPTConfig
 from tracker import Tracker
 
@@ -72,6 +73,7 @@ def train(config, ranks, device):
     state = {"step": 0, "tokens": 0, "examples": 0, "best_val_loss": None, "bad_steps": 0, "bad_in_a_row": 0,
              "seconds": 0.0, "wandb_id": None}
     tracker = Tracker(model, optimizer, config, device, ranks)
+    stats = GradStats(model, optimizer, config, ranks)
     ranks.seed(config.seed, 0)
     streams_go_on = True
     if saved:
@@ -110,6 +112,9 @@ def train(config, ranks, device):
         out.say("gns_adam is off: with gns='exact' it needs Adam's second moment of every parameter whole on each process, "
                 "which parallel='fsdp' exists to avoid; gns='norm' has it")
 
+    if config.grad_stats and ranks.sharded:
+        out.say("grad_stats without coherence: parallel='fsdp' never forms the gradient of one micro-batch whole")
+
     def save():
         flush()
         state["seconds"] = clock.seconds()
@@ -141,6 +146,7 @@ def train(config, ranks, device):
             flat = flat[sizes[-1]:]
             bad = values["bad"][0] > 0
             last.update(loss=float(values["loss"][0]), grad_norm=float(np.sqrt(values["param_sq"].sum())))
+            stats.absorb(values)
             state["bad_steps"] += int(bad)
             state["bad_in_a_row"] = state["bad_in_a_row"] + 1 if bad else 0
             if not bad:
@@ -179,6 +185,8 @@ def train(config, ranks, device):
 
         # -- gradients: the mean over all B examples, micro-batch by micro-batch
         measure = tracker.begin(state["tokens"], state["tokens"] + step_tokens)
+        stats.begin(accum, config.grad_stats and ((state["step"] + 1) % config.log_interval == 0
+                                                  or state["tokens"] + step_tokens >= end_tokens))
         loss_sum = torch.zeros((), device=device)
         loss_scale = scaler.scale(torch.ones((), device=device))  # 1 unless fp16
         for micro in range(accum):
@@ -190,10 +198,12 @@ def train(config, ranks, device):
             scaler.scale(loss / accum).backward()
             loss_sum += loss.detach() / accum
             tracker.take(measure, accum)
+            stats.take(tracker.held, loss_scale)
         tracker.release()
         scaler.unscale_(optimizer)
         record = tracker.finish(loss_sum, B // ranks.world, loss_scale)
         pending.append((record, tracker.mode, B, step_tokens))
+        stats.before_update()
 
         # -- update; AdamW's fused kernel leaves everything as it was where `bad` is 1, without asking the host
         if config.grad_clip > 0:
@@ -209,6 +219,7 @@ def train(config, ranks, device):
             optimizer.found_inf = record["bad"]
             if device != "mps" or not record["bad"]:  # Metal's fused kernel does not look at found_inf: ask the host there
                 optimizer.step()
+        record.update(tracker.sum_over_ranks(stats.after_update()))
         optimizer.zero_grad(set_to_none=True)
 
         before = state["tokens"]
@@ -238,7 +249,7 @@ def train(config, ranks, device):
                    "bad_steps": state["bad_steps"]}
             row |= {key: value for key, value in (("beta2", beta2), ("weight_decay", weight_decay))
                     if getattr(config, f"{key}_scaling") != "none"}
-            row |= tracker.row()
+            row |= tracker.row() | stats.row()
             out.write(row)
             out.say(describe(row, config, left))
             # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
