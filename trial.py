@@ -66,7 +66,8 @@ def main(argv=None):
     try:
         row = {"status": "ok", **measure(spec)}
     except Exception as e:
-        words = (str(e).strip().splitlines() or [""])[0][:200]
+        words = (str(e).strip().splitlines() or [""])[0]
+        words = words[words.find("tried to allocate"):][:200] if "tried to allocate" in words else words[:200]
         memory = isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(w in str(e).lower() for w in OUT_OF_MEMORY)
         row = {"status": "out of memory" if memory else "failed", "why": f"{type(e).__name__}: {words}"}
     print(json.dumps(row), flush=True)
