@@ -60,7 +60,7 @@ def run_training(config, alone=True, start=subprocess.Popen, **changes):
 def tokens_done(out_dir):
     """Where the checkpoint of a run stands; -1 if there is none."""
     there = os.path.exists(os.path.join(out_dir, checkpoint.NAME))
-    return checkpoint.load(out_dir)["state"]["tokens"] if there else -1
+    return checkpoint.load(out_dir, mmap=True)["state"]["tokens"] if there else -1  # without reading the tensors
 
 
 def run_all(jobs, at_once):

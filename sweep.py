@@ -241,8 +241,8 @@ def main(argv=None):
 
     def stop(*_):
         raise KeyboardInterrupt
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        signal.signal(signal.SIGTERM, stop)
         if args.command == "branch" and rest:
             raise ConfigError(f"command line: {rest[0]}: unknown option of branch")
         return COMMANDS[args.command][2](args)
@@ -251,6 +251,8 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", flush=True)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -106,10 +106,14 @@ def measure(spec):
     tracker, stats = Tracker(model, optimizer, config, device), GradStats(model, optimizer, config)
     autocast, parameters = hardware.autocast(device, dtype), list(model.parameters())
 
+    # One thread: its own time, so that what other programs take of the core does not count. Several wait for each other.
+    alone = device == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+
     def step(number):
         """As in train.py; (seconds of the micro-steps, of the rest)."""
         hardware.synchronize(device)
-        start = time.perf_counter()
+        start = clock()
         measured = tracker.begin(number, number + 1)
         stats.begin(accum, config.grad_stats)
         loss_scale = scaler.scale(torch.ones((), device=device))
@@ -123,7 +127,7 @@ def measure(spec):
             tracker.take(measured, accum)
             stats.take(tracker.held, loss_scale)
         hardware.synchronize(device)
-        middle = time.perf_counter()
+        middle = clock()
         tracker.release()
         scaler.unscale_(optimizer)
         record = tracker.finish(loss_sum, accum * config.micro_batch_size, loss_scale)
@@ -135,7 +139,7 @@ def measure(spec):
         stats.after_update()
         optimizer.zero_grad(set_to_none=True)
         hardware.synchronize(device)
-        return middle - start, time.perf_counter() - middle
+        return middle - start, clock() - middle
 
     warmup = sum(step(0)) + (sum(step(1)) if config.compile == "True" else 0)  # exact, then plain: two graphs
     times, end = [], time.perf_counter() + spec["seconds"]
@@ -147,7 +151,7 @@ def measure(spec):
     return {"micro_step_ms": 1e3 * micro / accum, "update_ms": 1e3 * update, "tok_per_sec": tokens / (micro + update),
             "tok_per_sec_micro": tokens / micro, "ceiling": flops / micro / ceiling, "matmul_gflops": ceiling / 1e9,
             "update_share": update / (micro + update), "steps": len(times), "warmup_s": warmup,
-            "slowest_micro_step_ms": 1e3 * max(t[0] for t in times) / accum,
+            "clock": "the thread's own time" if alone else "wall", "slowest_micro_step_ms": 1e3 * max(t[0] for t in times) / accum,
             "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
             **peak_memory(device, before, lambda: step(0), optimizer)}
 
