@@ -52,7 +52,12 @@ def run_training(config, alone=True, start=subprocess.Popen, **changes):
             return
         process = start([sys.executable, TRAIN, *arguments], stdout=out, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
                         text=True)
-        message = process.communicate()[1].strip().splitlines()
+        try:
+            message = process.communicate()[1].strip().splitlines()
+        except BaseException:  # Ctrl-C here: let it save
+            process.terminate()
+            process.wait()
+            raise
     if process.returncode:
         raise ConfigError(f"{values['out_dir']}: train.py ended with {process.returncode}: {(message or ['no message'])[-1]}")
 

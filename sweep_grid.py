@@ -43,6 +43,8 @@ def runs(args):
     base, wanted, swept = grid(args.config, args.rest, wandb=bool(args.wandb_group))
     batches.Dataset(base.dataset, base.block_size)  # fails here rather than in every run
     folder = os.path.join(base.out_dir, "sweep", "runs")
+    if args.wandb_group and args.in_process:
+        raise ConfigError("--wandb_group and --in_process: a group needs a process for each run; leave out --in_process")
     env = {"WANDB_RUN_GROUP": args.wandb_group} if args.wandb_group else None
     group = jobs.Group(wanted, folder, sweep_micro.number(args, "jobs", 1, int), not args.in_process, env)
     if args.dry_run:

@@ -151,7 +151,8 @@ def measure(spec):
     return {"micro_step_ms": 1e3 * micro / accum, "update_ms": 1e3 * update, "tok_per_sec": tokens / (micro + update),
             "tok_per_sec_micro": tokens / micro, "ceiling": flops / micro / ceiling, "matmul_gflops": ceiling / 1e9,
             "update_share": update / (micro + update), "steps": len(times), "warmup_s": warmup,
-            "clock": "the thread's own time" if alone else "wall", "slowest_micro_step_ms": 1e3 * max(t[0] for t in times) / accum,
+            "slowest_micro_step_ms": 1e3 * max(t[0] for t in times) / accum,
+            "clock": "the thread's own time" if alone else "wall",
             "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
             **peak_memory(device, before, lambda: step(0), optimizer)}
 

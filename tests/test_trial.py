@@ -139,6 +139,9 @@ def test_throughput_goes_on_with_what_memory_found(tmp_path, tiny_args, fake, ca
     args = [a for a in args if not a.startswith("--micro_batch_size=")]  # 8, by default
     assert sweep.main(["throughput", "--dry_run", *args]) == 0
     assert "micro-batch 8, from the config: there is no finished sweep.py memory" in capsys.readouterr().out
+    assert sweep.main(["memory", "--dry_run", "--max_micro_batch=8", *args]) == 0
+    assert "would try micro-batches 1, 2, 4, 8 until one does not fit" in capsys.readouterr().out
+    assert not (tmp_path / "calls").exists() and not (tmp_path / "sweep").exists()
     assert sweep.main(["memory", "--micro_batches=1,4,6", *args]) == 0
     assert [r["activation_checkpointing"] for r in saved(tmp_path)["rows"]] == ["none"] * 3 + ["block"] * 3
     assert sweep.main(["throughput", *args]) == 0
