@@ -12,7 +12,8 @@ along A_k the share |G|^2 / E|A_k|^2 is progress (McCandlish et al. 2018, arXiv 
     gain = E|A_k|^2 / E|A_2k|^2 - 1        1 for pure noise, 0 where the gradient is exact already
 
 per step, for twice the tokens. It is measured, not derived: both norms come from the same steps and the same weights (|A_k| is
-grad/norm_after_k). A batch is meaningful while the doubling that led to it gained at least --gain (0.2). By the noise scale
+grad/norm_after_k). A batch is meaningful while every doubling that led to it gained at least --gain (0.2), by the steps of all
+runs that made that doubling together; each run's own stand beside it in sweep.json and the picture. By the noise scale
 the gain of the doubling to B is GNS / (B + GNS), so 0.2 is B = 4 GNS: that stands beside it.
 """
 
@@ -70,16 +71,17 @@ def quality(args):
     group.do()
     if group.failed:
         raise ConfigError(f"{len(group.failed)} of {len(wanted)} runs failed, {next(iter(group.failed.values()))}")
-    rows = [average(log.read(c.out_dir), micro, config.beta1) for c in group.wanted.values()]
-    result = verdict(rows, micro, gain, args)
+    logs = [log.read(c.out_dir) for c in group.wanted.values()]
+    rows = [average(own, micro, config.beta1) for own in logs]
+    result = verdict(rows, gains([growth(second_half(own)) for own in logs], micro), micro, gain, args)
     settings = {k: jobs.plain(v) for k, v in vars(config).items() if k not in checkpoint.FREE_KEYS | set(CHANGED)} | keys
     checkpoint.write_json(os.path.join(folder, jobs.NAME), {
         "command": args.asked, "settings": {**settings, "steps": steps}, "machine": sweep_micro.machine(device), "rows": rows,
         "result": result})
     picture = os.path.join(folder, "sweep.png")
     draw(rows, result, picture)
-    print("\n" + quality_table(rows), *result["says"], f"Picture: {picture}    Numbers: {os.path.join(folder, jobs.NAME)}", "",
-          *result["next"], sep="\n")
+    print("\n" + quality_table(rows, result["gains"]), *result["says"],
+          f"Picture: {picture}    Numbers: {os.path.join(folder, jobs.NAME)}", "", *result["next"], sep="\n")
     return 0
 
 
@@ -97,7 +99,7 @@ def run_config(config, batch, steps):
 def average(rows, micro, beta1=0.9):
     """Means over the second half of a run's steps, and the gain of each doubling within its steps, with standard errors."""
     steps = [r for r in rows if "train/loss" in r]
-    late = [r for r in steps[len(steps) // 2:] if r["grad/norm"] is not None]
+    late = second_half(rows)
     accum, batch = late[-1]["accum"], late[-1]["batch_size"]
     row = {"batch_size": batch, "accum": accum, "steps": len(steps), "averaged": len(late),
            "coherence_total_noise": accum**-0.5, "snr_noise": float((2 / np.pi * (1 - beta1) / (1 + beta1)) ** 0.5)}
@@ -105,18 +107,38 @@ def average(rows, micro, beta1=0.9):
         values = [r[key] for r in late if r.get(key) is not None]
         row[key] = float(np.mean(values)) if values else None
         row[key + "_se"] = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
-    # |A_k|^2 for k = 1, 2, 4, ..., K, step by step
-    grown = {k: np.array([r[f"grad/norm_after_{k}"] for r in late]) ** 2 for k in (2**i for i in range(20)) if k < accum}
-    grown[accum] = np.array([r["grad/norm"] for r in late]) ** 2
+    grown = growth(late)
     row["norm_growth"] = {k * micro: float(sq.mean() ** 0.5) for k, sq in grown.items()}
     for part in ("mean", "variance"):
         row[f"{part}_growth"] = {k * micro: float(np.mean([r[f"grad/{part}_after_{k}" if k < accum else f"grad/{part}"]
                                                            for r in late])) for k in grown}
-    row["gains"] = {2 * k * micro: dict(zip(("gain", "se"), ratio(grown[k], grown[2 * k]))) for k in grown if 2 * k in grown}
+    row["gains"] = gains([grown], micro)
     key = log.noise_key(steps)
     noise = log.noise(steps[-1], key)
     row["noise_scale"] = noise and dict(zip(("value", "low", "high"), noise), of=log.NOISE[key])
     return row
+
+
+def second_half(rows):
+    steps = [r for r in rows if "train/loss" in r]
+    return [r for r in steps[len(steps) // 2:] if r["grad/norm"] is not None]
+
+
+def growth(steps):
+    """{k: |A_k|^2 in each step} for k = 1, 2, 4, ... and K."""
+    accum = steps[-1]["accum"]
+    grown = {k: np.array([r[f"grad/norm_after_{k}"] for r in steps]) ** 2 for k in (2**i for i in range(20)) if k < accum}
+    return grown | {accum: np.array([r["grad/norm"] for r in steps]) ** 2}
+
+
+def gains(grown, micro):
+    """{batch: {"gain", "se"} of the doubling to it}, from the steps of all runs that made it."""
+    found = {}
+    for k in sorted({k for one in grown for k in one}):
+        both = [(one[k], one[2 * k]) for one in grown if k in one and 2 * k in one]
+        if both:
+            found[2 * k * micro] = dict(zip(("gain", "se"), ratio(*(np.concatenate(part) for part in zip(*both)))))
+    return found
 
 
 def ratio(a, b):
@@ -125,21 +147,19 @@ def ratio(a, b):
     return float(r - 1), float(np.std(a - r * b, ddof=1) / len(a) ** 0.5 / b.mean()) if len(a) > 1 else float("nan")
 
 
-def verdict(rows, micro, least, args):
-    """The largest batch all of whose doublings gained at least `least`, each in the run of the batch that it led to."""
+def verdict(rows, pooled, micro, least, args):
+    """The largest batch all of whose doublings gained at least `least`, by the steps of all runs together."""
     meaningful, beyond = micro, None
-    for row in rows:
-        own = row["gains"].get(row["batch_size"])
-        if own is None:
-            continue
+    for batch, own in pooled.items():
         if own["gain"] < least:
-            beyond = row["batch_size"]
+            beyond = batch
             break
-        meaningful = row["batch_size"]
-    known = [r["noise_scale"]["value"] for r in rows if r["noise_scale"]]
+        meaningful = batch
+    known = [r["noise_scale"]["value"] for r in rows if r["noise_scale"] and r["accum"] > 1] or [
+        r["noise_scale"]["value"] for r in rows if r["noise_scale"]]
     says = []
     if beyond:
-        own = next(r["gains"][beyond] for r in rows if r["batch_size"] == beyond)
+        own = pooled[beyond]
         says.append(f"Largest effective batch with meaningful updates: {meaningful} sequences. The doubling to {beyond} gained "
                     f"{own['gain']:.0%} +- {own['se']:.0%} progress per step for 100% more tokens, below {least:.0%}.")
     else:
@@ -160,14 +180,14 @@ def verdict(rows, micro, least, args):
                "seed": "0,1,2"}
     lines = ["In the config:", *(f"    {k} = {v!r}" for k, v in take.items()), "Next:",
              jobs.command("sweep.py runs", args, *(f"--{k}={v}" for k, v in options.items()), without=options)]
-    return {"take": take, "beyond": beyond, "gain": least, "says": says, "next": lines}
+    return {"take": take, "beyond": beyond, "gain": least, "gains": pooled, "says": says, "next": lines}
 
 
-def quality_table(rows):
+def quality_table(rows, pooled):
     cells = [("batch", "coherence", "with total (noise)", "|gradient|", "mean", "variance", "gain of doubling", "adam snr",
               "|update|", "update ratio", "noise scale")]
     for r in rows:
-        own = r["gains"].get(r["batch_size"])
+        own = pooled.get(r["batch_size"])
         noise = r["noise_scale"]
         cells.append((
             str(r["batch_size"]), "-" if r["grad/coherence"] is None else f"{r['grad/coherence']:.3f}",
@@ -198,6 +218,9 @@ def draw(rows, result, path):
                          (variance, r["variance_growth"])):
             if part:
                 ax.plot(list(part), list(part.values()), "o-", ms=4, color=color, lw=1.4, label=f"batch {r['batch_size']}")
+    pooled = result["gains"]
+    gain.errorbar(list(pooled), [g["gain"] for g in pooled.values()], [2 * g["se"] for g in pooled.values()], fmt="s-",
+                  capsize=3, color="black", label="all runs together")
     gain.axhline(result["gain"], color="#888888", ls=":", label="worth its tokens")
     noise = rows[-1]["noise_scale"]
     if noise:
@@ -215,6 +238,7 @@ def draw(rows, result, path):
         ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
         ax.set_ylim(bottom=0 if ax is not coherence else None)
         ax.legend(fontsize=9)
+    variance.yaxis.set_major_formatter(lambda v, _: f"{v:.1e}" if v else "0")
     for ax in (norm, variance, update):
         ax.set_xlabel("effective batch (sequences)")
     figure.savefig(path, dpi=120)
