@@ -95,8 +95,8 @@ def free_memory():
 class Trials:
     """Trials of one command: from sweep.json, or run now and added to it."""
 
-    def __init__(self, args, name):
-        self.args = args
+    def __init__(self, args, name, warmup=None):
+        self.args, self.warmup = args, warmup
         self.config = configurator.parse([*([args.config] if args.config else []), *args.rest])
         self.device = hardware.pick_device(self.config.device)
         self.dtype = hardware.pick_dtype(self.config.dtype, self.device)
@@ -108,7 +108,6 @@ class Trials:
         self.folder = os.path.join(self.config.out_dir, "sweep", name)
         self.settings = {**settings_of(self.config, self.device, self.vocab_size), "memory_limit": asked}
         self.rows = jobs.Rows(self.folder, args.asked, self.settings, machine(self.device), args.retry)
-        self.fresh = 0
 
     def __call__(self, micro, accum=1, checkpointing="none", compile=False):
         what = {"micro_batch_size": micro, "accum": accum, "activation_checkpointing": checkpointing, "compile": compile}
@@ -119,9 +118,8 @@ class Trials:
         config = dataclasses.replace(self.config, micro_batch_size=micro, batch_size=micro * accum, compile=str(compile),
                                      batch_schedule="constant", activation_checkpointing=checkpointing)
         start = time.monotonic()
-        found = trial.run({"config": vars(config), "accum": accum, "seconds": self.seconds, "timeout": self.timeout,
-                           "memory_limit": self.limit})
-        self.fresh += 1
+        found = trial.run({"config": vars(config), "accum": accum, "warmup_accum": self.warmup or accum, "seconds": self.seconds,
+                           "timeout": self.timeout, "memory_limit": self.limit})
         row = self.rows.add({**what, **found, "seconds": round(time.monotonic() - start, 1)})
         print("  " + in_words(row), flush=True)
         return row
@@ -168,7 +166,7 @@ def in_words(row):
 # -- memory
 
 def memory(args):
-    trials = Trials(args, "memory")
+    trials = Trials(args, "memory", warmup=2)
     largest = number(args, "max_micro_batch", 1, int)
     exactly = whole_list("--micro_batches", args.micro_batches) if args.micro_batches else None
     if args.dry_run:

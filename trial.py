@@ -3,10 +3,12 @@ One trial of `sweep.py memory` and `sweep.py throughput`: a few optimizer steps 
 memory of a process that does nothing else. Here is both the process (main) and who starts it (run), with a timeout:
 whatever happens to the process is one row.
 
-    python trial.py '{"config": {"micro_batch_size": 8, ...}, "accum": 1, "seconds": 2, "memory_limit": null, "timeout": 300}'
+    python trial.py '{"config": {"micro_batch_size": 8, ...}, "accum": 1, "warmup_accum": 2, "seconds": 2, "memory_limit": null,
+                      "timeout": 300}'
 
 prints one line of JSON. The first step is the warm-up; where a run calibrates its noise scale, it is an exact step, as in the
-run, so the peak is that of a whole run.
+run. For sweep.py memory it also has two micro-batches, of which the second finds the first one's gradient in memory: so the
+peak is that of a whole run.
 """
 
 import json
@@ -92,7 +94,10 @@ def measure(spec):
     if device == "cpu":
         hardware.prepare_cpu()
     data = batches.Dataset(config.dataset, config.block_size)
-    ceiling = hardware.matmul_ceiling(device, dtype)
+    # One thread: its own time, so that what other programs take of the core does not count. Several wait for each other.
+    alone = device == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+    ceiling = hardware.matmul_ceiling(device, dtype, clock=clock)
     limit_memory(spec["memory_limit"], device)
     before = memory_now()
 
@@ -106,11 +111,7 @@ def measure(spec):
     tracker, stats = Tracker(model, optimizer, config, device), GradStats(model, optimizer, config)
     autocast, parameters = hardware.autocast(device, dtype), list(model.parameters())
 
-    # One thread: its own time, so that what other programs take of the core does not count. Several wait for each other.
-    alone = device == "cpu" and torch.get_num_threads() == 1
-    clock = time.process_time if alone else time.perf_counter
-
-    def step(number):
+    def step(number, accum=accum):
         """As in train.py; (seconds of the micro-steps, of the rest)."""
         hardware.synchronize(device)
         start = clock()
@@ -141,7 +142,8 @@ def measure(spec):
         hardware.synchronize(device)
         return middle - start, clock() - middle
 
-    warmup = sum(step(0)) + (sum(step(1)) if config.compile == "True" else 0)  # exact, then plain: two graphs
+    first = spec.get("warmup_accum", accum)
+    warmup = sum(step(0, first)) + (sum(step(1)) if config.compile == "True" else 0)  # exact, then plain: two graphs
     times, end = [], time.perf_counter() + spec["seconds"]
     while len(times) < MIN_STEPS or (time.perf_counter() < end and len(times) < 200):
         times.append(step(1))
@@ -154,7 +156,7 @@ def measure(spec):
             "slowest_micro_step_ms": 1e3 * max(t[0] for t in times) / accum,
             "clock": "the thread's own time" if alone else "wall",
             "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
-            **peak_memory(device, before, lambda: step(0), optimizer)}
+            **peak_memory(device, before, lambda: step(0, first), optimizer)}
 
 
 def limit_memory(limit, device):
