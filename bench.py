@@ -306,10 +306,11 @@ def backpack_reason():
         return f"{type(e).__name__}: {str(e).splitlines()[0][:120]}"
 
 
-def peak_bytes(run):
+def peak_bytes(run, warm_up=True):
     """Largest number of bytes that torch's CPU allocator held during one step, above what it held before: exact, unlike RSS."""
     from torch.profiler import ProfilerActivity, profile
-    run()
+    if warm_up:
+        run()
     with silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         run()
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]

@@ -1,7 +1,16 @@
 """
-Questions that take several runs of train.py to answer.
+Questions that take several trials or runs to answer, before a long run and during it.
 
+    python sweep.py memory config/x.py                 # which micro-batch: peak memory and speed, each trial a process
+    python sweep.py throughput config/x.py             # which accumulation: speed, share of the update, memory
+    python sweep.py quality config/x.py --steps=200    # which effective batch: where more accumulation stops paying
+    python sweep.py runs config/x.py --batch_size=16,32,64 --learning_rate=1e-3,2e-3 --seed=0,1,2 --jobs=2
     python sweep.py branch out/run --at 20M --factors 1,2,4,8    # the critical batch size by experiment, at 20M tokens
+
+--key=value as for train.py. --dry_run says what would be run and how long it might take. Each leaves sweep.json and sweep.png
+in <out_dir>/sweep/<command>, prints a table, what it says, and what to run next. Ctrl-C or a kill loses the trial at work (a
+run goes on from its checkpoint): the same command does what is missing. memory and throughput are in sweep_micro.py, quality
+in sweep_quality.py, runs in sweep_grid.py; one trial is trial.py.
 
 branch (Merrill et al. 2025, arXiv 2505.23971): take the run to --at tokens, then go on from there several times, with k
 times its batch and sqrt(k) times its learning rate, for a window of tokens. The largest k whose loss stays within a
@@ -11,13 +20,11 @@ Everything is kept in out/run/branch/<at>: asking again only runs what is missin
 """
 
 import argparse
-import contextlib
-import json
 import os
+import shlex
 import shutil
-import subprocess
+import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -26,57 +33,11 @@ import configurator
 import log
 import plot
 import schedule
-from configurator import Config, ConfigError
-
-TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
-
-
-# -- runs of train.py
-
-def read_config(run):
-    """The Config of a run folder."""
-    path = os.path.join(run, "config.json")
-    try:
-        with open(path, encoding="utf-8") as f:
-            values = json.load(f)["config"]
-    except (OSError, ValueError, KeyError):
-        raise ConfigError(f"{run}: no readable config.json there: is it a run of train.py?") from None
-    return Config(**{k: configurator.coerce(k, v, path) for k, v in values.items() if k in configurator.FIELDS})
-
-
-def run_training(config, alone=True, **changes):
-    """train.py with `config` and changes to it, in a process of its own or, for runs of seconds, in this one; what it
-    printed goes to train.out."""
-    values = {**vars(config), "wandb_log": False, **changes}
-    os.makedirs(values["out_dir"], exist_ok=True)
-    arguments = [f"--{k}={v}" for k, v in values.items()]
-    with open(os.path.join(values["out_dir"], "train.out"), "a", encoding="utf-8") as out:
-        if not alone:
-            import train
-            with contextlib.redirect_stdout(out):
-                train.main(arguments)
-            return
-        result = subprocess.run([sys.executable, TRAIN, *arguments], stdout=out, stderr=subprocess.PIPE,
-                                stdin=subprocess.DEVNULL, text=True)
-    if result.returncode:
-        raise ConfigError(f"{values['out_dir']}: train.py ended with {result.returncode}: "
-                          f"{(result.stderr.strip().splitlines() or ['no message'])[-1]}")
-
-
-def tokens_done(out_dir):
-    """Where the checkpoint of a run stands; -1 if there is none."""
-    there = os.path.exists(os.path.join(out_dir, checkpoint.NAME))
-    return checkpoint.load(out_dir)["state"]["tokens"] if there else -1
-
-
-def run_all(jobs, at_once):
-    """Call all functions, `at_once` of them at a time; the first error ends it."""
-    if at_once == 1:
-        return [job() for job in jobs]
-    with ThreadPoolExecutor(at_once) as pool:
-        for done in [pool.submit(job) for job in jobs]:
-            done.result()
-
+import sweep_grid
+import sweep_micro
+import sweep_quality
+from configurator import ConfigError
+from jobs import read_config, run_all, run_training, table, tokens_done
 
 # -- branch
 
@@ -131,6 +92,7 @@ def branch(args):
     draw_branch(result, rows, os.path.join(folder, "branch.png"))
     print(branch_table(result))
     print(f"\nPicture: {os.path.join(folder, 'branch.png')}    Numbers: {os.path.join(folder, 'branch.json')}")
+    return 0
 
 
 def whole(option, text):
@@ -211,10 +173,9 @@ def branch_table(result):
         rows.append((f"{e['factor']:g}", str(e["batch_size"]), str(e["steps"]), f"{e['loss']:.4f}",
                      f"{e['above']:+.4f} +- {e['above_se']:.4f}", f"{e['val_loss']:.4f}",
                      "within" if e["within"] else f"beyond {result['tolerance']:g}"))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["", f"Training loss over the last quarter of the window, {log.count(result['window'])} tokens from "
                  f"{log.count(result['at'])} on:"]
-    lines += ["  " + "  ".join(text.rjust(width) for text, width in zip(row, widths)) for row in rows]
+    lines.append(table(rows))
     low, high = result["largest_within"], result["first_beyond"]
     lines += ["", f"Critical batch by experiment: {f'between {low} and {high}' if high else f'{low} or more'} sequences, "
                   f"{low / result['batch_size']:g} times the run's batch is within {result['tolerance']:g} nats."]
@@ -256,20 +217,42 @@ def draw_branch(result, rows, path):
 
 
 # -- one entry per question: what it does, its arguments, the function that answers it
-COMMANDS = {"branch": ("the critical batch size by experiment", branch_arguments, branch)}
+COMMANDS = {
+    "memory": ("the largest and the best micro-batch", sweep_micro.memory_arguments, sweep_micro.memory),
+    "throughput": ("the best accumulation", sweep_micro.throughput_arguments, sweep_micro.throughput),
+    "quality": ("the largest batch whose gradient still gains", sweep_quality.arguments, sweep_quality.quality),
+    "runs": ("a grid of full runs", sweep_grid.arguments, sweep_grid.runs),
+    "branch": ("the critical batch size by experiment", branch_arguments, branch)}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        configurator.die(f"{message} (sweep.py {self.prog.split()[-1]} --help lists the options)")
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    argv = sys.argv[1:] if argv is None else argv
+    parser = Parser(prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (what, arguments, _) in COMMANDS.items():
-        arguments(commands.add_parser(name, help=what))
-    args = parser.parse_args(argv)
+        arguments(commands.add_parser(name, help=what, allow_abbrev=False))
+    args, rest = parser.parse_known_args(argv)
+    args.rest, args.asked = rest, shlex.join(["python", "sweep.py", *argv])
+
+    def stop(*_):
+        raise KeyboardInterrupt
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        COMMANDS[args.command][2](args)
+        if args.command == "branch" and rest:
+            raise ConfigError(f"command line: {rest[0]}: unknown option of branch")
+        return COMMANDS[args.command][2](args)
     except ConfigError as e:
         configurator.die(e)
-    return 0
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on from here", flush=True)
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

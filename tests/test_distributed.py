@@ -135,6 +135,7 @@ def runs(tmp_path_factory, tiny_data):
         "gns": dict(batch_schedule="gns", gns_calibrate_tokens=0, batch_gns_factor=8, gns_half_life_tokens=500,
                     max_tokens=3200),
         "file": dict(batch_schedule="file", batch_file=str(folder / "batches.txt")),
+        "stats-ddp": dict(grad_stats=True), "stats-fsdp": dict(grad_stats=True, parallel="fsdp"),
         "cross": dict(gns_crosscheck=True), "bf16-ddp": dict(dtype="bfloat16"),
         "bf16-fsdp": dict(dtype="bfloat16", parallel="fsdp", activation_checkpointing="block"),
         "fp16-fsdp": dict(dtype="float16", parallel="fsdp", tie_weights=False), "whole": WHOLE}.items()]
@@ -150,6 +151,20 @@ def runs(tmp_path_factory, tiny_data):
     code, out, err = drive(folder / "launch4", 4, [({**s, "out_dir": str(s["out_dir"])}, f) for s, f in four])
     assert code == 0, out + err
     return folder
+
+
+def test_grad_stats_are_those_of_one_process_with_the_same_micro_batches(runs, tmp_path, tiny_data, monkeypatch):
+    monkeypatch.setattr(train, "summary", lambda config: "")
+    assert train.main(as_args(dict(SHORT, dataset=tiny_data, out_dir=tmp_path, micro_batch_size=2, grad_stats=True))) == 0
+    for a, ddp, fsdp in zip(steps(tmp_path), steps(runs / "2-stats-ddp"), steps(runs / "2-stats-fsdp")):
+        for key in ("grad/coherence_total", "grad/mean", "grad/variance", "adam/snr", "update/norm", "update/ratio"):
+            assert ddp[key] == pytest.approx(a[key], rel=2e-3, abs=1e-7), key
+            if key != "grad/coherence_total":
+                assert fsdp[key] == pytest.approx(a[key], rel=2e-3, abs=1e-7), key
+        assert fsdp["grad/coherence"] is fsdp["grad/coherence_total"] is None
+        assert ("grad/norm_after_1" in ddp) == (ddp["accum"] > 1) and not any("_after_" in k for k in fsdp)
+        assert (ddp["grad/coherence"] is None) == (ddp["accum"] == 1)
+    assert (runs / "out2").read_text().count("grad_stats without coherence: parallel='fsdp'") == 1
 
 
 def rewind(folder, name, source):

@@ -1,0 +1,262 @@
+"""
+What the commands of sweep.py share: runs of train.py, several at a time and continued where they were; a sweep's rows in
+sweep.json; tables.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, wait
+
+import checkpoint
+import configurator
+import hardware
+import log
+from configurator import Config, ConfigError
+
+TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
+NAME = "sweep.json"
+
+
+# -- runs of train.py
+
+def read_config(run):
+    """The Config of a run folder."""
+    path = os.path.join(run, "config.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            values = json.load(f)["config"]
+    except (OSError, ValueError, KeyError):
+        raise ConfigError(f"{run}: no readable config.json there: is it a run of train.py?") from None
+    return Config(**{k: configurator.coerce(k, v, path) for k, v in values.items() if k in configurator.FIELDS})
+
+
+def run_training(config, alone=True, start=subprocess.Popen, **changes):
+    """train.py with `config` and changes to it, in a process of its own or, for runs of seconds, in this one; what it
+    printed goes to train.out."""
+    values = {**vars(config), "wandb_log": False, **changes}
+    os.makedirs(values["out_dir"], exist_ok=True)
+    arguments = [f"--{k}={v}" for k, v in values.items()]
+    with open(os.path.join(values["out_dir"], "train.out"), "a", encoding="utf-8") as out:
+        if not alone:
+            import train
+            with contextlib.redirect_stdout(out):
+                if train.main(arguments) >= 128:  # train.py took the signal and saved
+                    raise KeyboardInterrupt
+            return
+        process = start([sys.executable, TRAIN, *arguments], stdout=out, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
+                        text=True)
+        try:
+            message = process.communicate()[1].strip().splitlines()
+        except BaseException:  # Ctrl-C here: let it save
+            process.terminate()
+            process.wait()
+            raise
+    if process.returncode:
+        raise ConfigError(f"{values['out_dir']}: train.py ended with {process.returncode}: {(message or ['no message'])[-1]}")
+
+
+def tokens_done(out_dir):
+    """Where the checkpoint of a run stands; -1 if there is none."""
+    there = os.path.exists(os.path.join(out_dir, checkpoint.NAME))
+    return checkpoint.load(out_dir, mmap=True)["state"]["tokens"] if there else -1  # without reading the tensors
+
+
+def run_all(jobs, at_once):
+    """Call all functions, `at_once` of them at a time; the first error ends it."""
+    if at_once == 1:
+        return [job() for job in jobs]
+    with ThreadPoolExecutor(at_once) as pool:
+        for done in [pool.submit(job) for job in jobs]:
+            done.result()
+
+
+class Group:
+    """Several runs {name: Config}, one folder each under `folder`: finished ones are not run again, broken ones go on."""
+
+    def __init__(self, wanted, folder, at_once=1, alone=True, env=None):
+        self.folder, self.at_once, self.alone = folder, at_once, alone
+        self.wanted = {name: dataclasses.replace(c, out_dir=os.path.join(folder, name)) for name, c in wanted.items()}
+        self.failed, self.children, self.lock = {}, set(), None
+        self.env = {**os.environ, **(env or {})}
+        if at_once > 1:
+            self.env.setdefault("OMP_NUM_THREADS", str(max(1, hardware.usable_cores() // at_once)))
+
+    def missing(self):
+        """Names of the runs that are not finished. A folder with a run of other settings is an error."""
+        names = []
+        for name, config in self.wanted.items():
+            if os.path.exists(os.path.join(config.out_dir, checkpoint.NAME)):
+                same_settings(config, read_config(config.out_dir))
+            if tokens_done(config.out_dir) < config.max_tokens:
+                names.append(name)
+        return names
+
+    def do(self, after_each=lambda: None):
+        """Run what is missing. Interrupted, the runs save their checkpoints, and KeyboardInterrupt goes on to the caller."""
+        os.makedirs(self.folder, exist_ok=True)
+        names = self.missing()
+        print(f"{len(self.wanted) - len(names)} of {len(self.wanted)} runs are done, {len(names)} to do, "
+              f"{self.at_once} at a time", flush=True)
+        before, started = self.tokens(), time.monotonic()
+        with only_one(self.folder) as self.lock:
+            if not self.alone:
+                for name in names:
+                    self.one(name)
+                    self.report(name, before, started)
+                    after_each()
+                return
+            pool = ThreadPoolExecutor(self.at_once)
+            try:
+                running = {pool.submit(self.one, name): name for name in names}
+                while running:
+                    done, _ = wait(running, timeout=5, return_when="FIRST_COMPLETED")
+                    for future in done:
+                        future.result()
+                        self.report(running.pop(future), before, started)
+                        after_each()
+                    if running and sys.stdout.isatty():
+                        print(f"\r\033[K{self.state(before, started)}", end="", flush=True)
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for child in list(self.children):
+                    child.send_signal(signal.SIGTERM)  # train.py saves and leaves
+                raise
+            finally:
+                pool.shutdown(wait=True)
+
+    def one(self, name):
+        config = self.wanted[name]
+        try:
+            run_training(config, self.alone, self.start, resume="auto", wandb_log=config.wandb_log)
+            self.failed.pop(name, None)
+        except ConfigError as e:
+            self.failed[name] = str(e)
+        except SystemExit:  # in this process, a ConfigError has been said already
+            self.failed[name] = "see above"
+
+    def start(self, command, **options):
+        # the lock goes to the child: if this process is killed, nobody starts the same run a second time while it goes on
+        child = subprocess.Popen(command, env=self.env, pass_fds=[self.lock] if self.lock else [], **options)
+        self.children.add(child)
+        return child
+
+    def tokens(self):
+        """Tokens of all runs so far, from their logs: {name: tokens}."""
+        return {name: newest(config.out_dir).get("tokens", 0) for name, config in self.wanted.items()}
+
+    def state(self, before, started):
+        """How far the whole sweep is, in words."""
+        now, all_tokens = self.tokens(), sum(c.max_tokens for c in self.wanted.values())
+        fresh = sum(now.values()) - sum(before.values())
+        left = max(0, all_tokens - sum(now.values()))
+        done = sum(now[name] >= config.max_tokens for name, config in self.wanted.items())
+        rate = fresh / (time.monotonic() - started)
+        return (f"{done} of {len(self.wanted)} done, {min(1, sum(now.values()) / all_tokens):.0%} of the tokens"
+                + (f", {log.duration(left / rate)} left" if rate else ""))
+
+    def report(self, name, before, started):
+        bad = self.failed.get(name)
+        last = newest(self.wanted[name].out_dir, "val/loss")
+        said = f"failed: {bad}" if bad else f"validation loss {last['val/loss']:.4f}" if last else "done"
+        print(("\r\033[K" if sys.stdout.isatty() else "") + f"{name}: {said} | {self.state(before, started)}", flush=True)
+
+
+def newest(out_dir, key="tokens"):
+    """The last row of a run's log that has `key`; {} if there is none."""
+    try:
+        return next((row for row in reversed(log.read(out_dir)) if row.get(key) is not None), {})
+    except OSError:
+        return {}
+
+
+def same_settings(config, old, free=checkpoint.FREE_KEYS):
+    differ = [k for k, v in vars(config).items() if k not in free and getattr(old, k) != v]
+    if differ:
+        listed = ", ".join(f"{k} is {getattr(config, k)!r}, there it is {getattr(old, k)!r}" for k in differ)
+        raise ConfigError(f"{config.out_dir} holds a run with other settings: {listed}; give another --out_dir, or remove it")
+
+
+@contextlib.contextmanager
+def only_one(folder):
+    """A lock on the folder of a sweep for as long as this process, or one that it started with it, lives."""
+    try:
+        import fcntl
+    except ImportError:  # no such thing on Windows
+        yield None
+        return
+    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT)
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(f"{folder}: a sweep is at work there, or a run that it started: wait, or stop it") from None
+        yield lock
+    finally:
+        os.close(lock)
+
+
+# -- rows
+
+class Rows:
+    """The rows of a sweep of trials, in <folder>/sweep.json, which is whole after every row."""
+
+    def __init__(self, folder, command, settings, machine, retry=False):
+        self.path = os.path.join(folder, NAME)
+        self.saved = {"command": command, "settings": settings, "machine": machine, "rows": []}
+        old = read_json(self.path)
+        if old:
+            differ = [k for k in settings if plain(settings[k]) != plain(old["settings"].get(k))]
+            if differ:
+                listed = ", ".join(f"{k} is {settings[k]!r}, there it is {old['settings'].get(k)!r}" for k in differ)
+                raise ConfigError(f"{self.path} is of other settings: {listed}; give another --out_dir, or remove it")
+            self.saved["rows"] = [r for r in old["rows"] if r["status"] == "ok" or not retry]
+
+    def find(self, what):
+        """The row of a trial {key: value}, or None."""
+        return next((row for row in self.saved["rows"] if all(row[k] == v for k, v in what.items())), None)
+
+    def add(self, row):
+        self.saved["rows"].append(row)
+        self.write()
+        return row
+
+    def write(self, **more):
+        self.saved |= more
+        checkpoint.write_json(self.path, self.saved)
+
+
+def read_json(path):
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} is not readable ({e}): remove it to start anew") from None
+
+
+def plain(value):
+    return list(value) if isinstance(value, tuple) else value
+
+
+def table(rows):
+    """Text in columns; rows of strings, the first is the head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  " + "  ".join(text.rjust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def command(script, args, *more, without=()):
+    """The line to type next: the config and options of this one, but for the keys `without`."""
+    kept = [a for a in args.rest if a.removeprefix("--").partition("=")[0] not in without]
+    return "    " + shlex.join(["python", *script.split(), *([args.config] if args.config else []), *kept, *more])
+
+
+def size(number):
+    return "-" if number is None else f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"

@@ -1,0 +1,245 @@
+"""
+sweep.py quality: where more accumulation stops improving the gradient.
+
+    python sweep.py quality config/x.py --steps=200
+
+Runs train.py at effective batches m, 2m, ... 16m (m the micro-batch) for --steps steps each, all with the same fixed
+learning rate, with grad_stats=True and gns=exact, and averages what they log over the second half of the steps.
+
+The rule. The mean of k micro-batches has E|A_k|^2 = |G|^2 + tr(Sigma) / (k m): signal, and noise that falls with k. Of a step
+along A_k the share |G|^2 / E|A_k|^2 is progress (McCandlish et al. 2018, arXiv 1812.06162, eq. 2.7), so doubling k gains
+
+    gain = E|A_k|^2 / E|A_2k|^2 - 1        1 for pure noise, 0 where the gradient is exact already
+
+per step, for twice the tokens. It is measured, not derived: both norms come from the same steps and the same weights (|A_k| is
+grad/norm_after_k). A batch is meaningful while every doubling that led to it gained at least --gain (0.2), by the steps of all
+runs that made that doubling together; each run's own stand beside it in sweep.json and the picture. By the noise scale
+the gain of the doubling to B is GNS / (B + GNS), so 0.2 is B = 4 GNS: that stands beside it.
+"""
+
+import dataclasses
+import os
+
+import numpy as np
+
+import batches
+import checkpoint
+import configurator
+import hardware
+import jobs
+import log
+import plot
+import sweep_micro
+from configurator import ConfigError
+
+KEYS = ("grad/coherence", "grad/coherence_total", "grad/norm", "grad/mean", "grad/variance", "adam/snr", "update/norm",
+        "update/ratio", "train/loss")
+
+
+def arguments(parser):
+    parser.add_argument("config", nargs="?", help="a config file; --key=value on top of it")
+    parser.add_argument("--steps", default="200", help="steps at each effective batch; the second half is averaged")
+    parser.add_argument("--gain", default="0.2", help="what a doubling must gain to be worth its tokens")
+    parser.add_argument("--accumulations", default="1,2,4,8,16", help="micro-batches in a step")
+    parser.add_argument("--jobs", default="1", help="runs at a time")
+    parser.add_argument("--in_process", action="store_true", help="for runs of seconds: no process for each")
+    parser.add_argument("--dry_run", action="store_true", help="say what would be run and how long it might take")
+
+
+def quality(args):
+    config = configurator.parse([*([args.config] if args.config else []), *args.rest])
+    device = hardware.pick_device(config.device)
+    vocab_size = batches.Dataset(config.dataset, config.block_size).vocab_size
+    steps, gain = sweep_micro.number(args, "steps", 4, int), sweep_micro.number(args, "gain")
+    accumulations = sorted(set(sweep_micro.whole_list("--accumulations", args.accumulations)))
+    if accumulations[-1] < 2:
+        raise ConfigError(f"--accumulations={args.accumulations}: nothing to compare without a 2 or more in it")
+    keys, source = sweep_micro.found_micro_batch(config, args.rest, sweep_micro.settings_of(config, device, vocab_size))
+    config = dataclasses.replace(config, **keys)
+    micro = config.micro_batch_size
+    folder = os.path.join(config.out_dir, "sweep", "quality")
+    wanted = {f"batch{micro * a}": run_config(config, micro * a, steps) for a in accumulations}
+    group = jobs.Group(wanted, folder, sweep_micro.number(args, "jobs", 1, int), not args.in_process)
+    print(f"micro-batch {micro}, {source}; {steps} steps at each of {', '.join(str(micro * a) for a in accumulations)} "
+          f"sequences, learning rate {config.learning_rate:g}", flush=True)
+    if args.dry_run:
+        rate, known = sweep_micro.speed(config, device, hardware.pick_dtype(config.dtype, device), vocab_size)
+        tokens = sum(wanted[name].max_tokens for name in group.missing())
+        print(f"{len(group.missing())} of {len(wanted)} runs to do, {log.count(tokens)} tokens: about "
+              f"{log.duration(tokens / rate)} {known}")
+        return 0
+    group.do()
+    if group.failed:
+        raise ConfigError(f"{len(group.failed)} of {len(wanted)} runs failed, {next(iter(group.failed.values()))}")
+    logs = [log.read(c.out_dir) for c in group.wanted.values()]
+    rows = [average(own, micro, config.beta1) for own in logs]
+    result = verdict(rows, gains([growth(second_half(own)) for own in logs], micro), micro, gain, args)
+    settings = {k: jobs.plain(v) for k, v in vars(config).items() if k not in checkpoint.FREE_KEYS | set(CHANGED)} | keys
+    checkpoint.write_json(os.path.join(folder, jobs.NAME), {
+        "command": args.asked, "settings": {**settings, "steps": steps}, "machine": sweep_micro.machine(device), "rows": rows,
+        "result": result})
+    picture = os.path.join(folder, "sweep.png")
+    draw(rows, result, picture)
+    print("\n" + quality_table(rows, result["gains"]), *result["says"],
+          f"Picture: {picture}    Numbers: {os.path.join(folder, jobs.NAME)}", "", *result["next"], sep="\n")
+    return 0
+
+
+CHANGED = dict(batch_schedule="constant", lr_decay="none", lr_scaling="none", warmup_tokens=0, decay_tokens=0, gns="exact",
+               grad_stats=True, log_interval=1, eval_tokens=0, stop_tokens=0)
+
+
+def run_config(config, batch, steps):
+    tokens = steps * batch * config.block_size
+    config = dataclasses.replace(config, batch_size=batch, max_tokens=tokens, checkpoint_tokens=max(1, tokens // 4), **CHANGED)
+    configurator.check(config)
+    return config
+
+
+def average(rows, micro, beta1=0.9):
+    """Means over the second half of a run's steps, and the gain of each doubling within its steps, with standard errors."""
+    steps = [r for r in rows if "train/loss" in r]
+    late = second_half(rows)
+    accum, batch = late[-1]["accum"], late[-1]["batch_size"]
+    row = {"batch_size": batch, "accum": accum, "steps": len(steps), "averaged": len(late),
+           "coherence_total_noise": accum**-0.5, "snr_noise": float((2 / np.pi * (1 - beta1) / (1 + beta1)) ** 0.5)}
+    for key in KEYS:
+        values = [r[key] for r in late if r.get(key) is not None]
+        row[key] = float(np.mean(values)) if values else None
+        row[key + "_se"] = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
+    grown = growth(late)
+    row["norm_growth"] = {k * micro: float(sq.mean() ** 0.5) for k, sq in grown.items()}
+    for part in ("mean", "variance"):
+        row[f"{part}_growth"] = {k * micro: float(np.mean([r[f"grad/{part}_after_{k}" if k < accum else f"grad/{part}"]
+                                                           for r in late])) for k in grown}
+    row["gains"] = gains([grown], micro)
+    key = log.noise_key(steps)
+    noise = log.noise(steps[-1], key)
+    row["noise_scale"] = noise and dict(zip(("value", "low", "high"), noise), of=log.NOISE[key])
+    return row
+
+
+def second_half(rows):
+    steps = [r for r in rows if "train/loss" in r]
+    return [r for r in steps[len(steps) // 2:] if r["grad/norm"] is not None]
+
+
+def growth(steps):
+    """{k: |A_k|^2 in each step} for k = 1, 2, 4, ... and K."""
+    accum = steps[-1]["accum"]
+    grown = {k: np.array([r[f"grad/norm_after_{k}"] for r in steps]) ** 2 for k in (2**i for i in range(20)) if k < accum}
+    return grown | {accum: np.array([r["grad/norm"] for r in steps]) ** 2}
+
+
+def gains(grown, micro):
+    """{batch: {"gain", "se"} of the doubling to it}, from the steps of all runs that made it."""
+    found = {}
+    for k in sorted({k for one in grown for k in one}):
+        both = [(one[k], one[2 * k]) for one in grown if k in one and 2 * k in one]
+        if both:
+            found[2 * k * micro] = dict(zip(("gain", "se"), ratio(*(np.concatenate(part) for part in zip(*both)))))
+    return found
+
+
+def ratio(a, b):
+    """mean(a) / mean(b) - 1 and its standard error, from pairs."""
+    r = a.mean() / b.mean()
+    return float(r - 1), float(np.std(a - r * b, ddof=1) / len(a) ** 0.5 / b.mean()) if len(a) > 1 else float("nan")
+
+
+def verdict(rows, pooled, micro, least, args):
+    """The largest batch all of whose doublings gained at least `least`, by the steps of all runs together."""
+    meaningful, beyond = micro, None
+    for batch, own in pooled.items():
+        if own["gain"] < least:
+            beyond = batch
+            break
+        meaningful = batch
+    known = [r["noise_scale"]["value"] for r in rows if r["noise_scale"] and r["accum"] > 1] or [
+        r["noise_scale"]["value"] for r in rows if r["noise_scale"]]
+    says = []
+    if beyond:
+        own = pooled[beyond]
+        says.append(f"Largest effective batch with meaningful updates: {meaningful} sequences. The doubling to {beyond} gained "
+                    f"{own['gain']:.0%} +- {own['se']:.0%} progress per step for 100% more tokens, below {least:.0%}.")
+    else:
+        says.append(f"Largest effective batch with meaningful updates: {meaningful} sequences or more; every doubling that was "
+                    f"tried gained at least {least:.0%} per step.")
+    if known:
+        limit = (1 / least - 1) if least else float("inf")
+        says.append(f"By the noise scale ({rows[-1]['noise_scale']['of'] if rows[-1]['noise_scale'] else 'of the runs'}), "
+                    f"{min(known):.3g} to {max(known):.3g} sequences in these runs, a doubling falls below {least:.0%} "
+                    f"beyond a batch of {limit * min(known):.3g} to {limit * max(known):.3g}.")
+    else:
+        says.append("The noise scale is undetermined in these runs: more --steps.")
+    says.append("These are the first steps of a run at one learning rate: the noise scale rises during training, and the batch "
+                "that pays with it.")
+    take = {"micro_batch_size": micro, "batch_size": meaningful}
+    sizes = ",".join(str(b) for b in (meaningful // 2, meaningful, 2 * meaningful) if b >= micro)
+    options = {"batch_schedule": "constant", "micro_batch_size": micro, "batch_size": sizes, "lr_scaling": "sqrt",
+               "seed": "0,1,2"}
+    lines = ["In the config:", *(f"    {k} = {v!r}" for k, v in take.items()), "Next:",
+             jobs.command("sweep.py runs", args, *(f"--{k}={v}" for k, v in options.items()), without=options)]
+    return {"take": take, "beyond": beyond, "gain": least, "gains": pooled, "says": says, "next": lines}
+
+
+def quality_table(rows, pooled):
+    cells = [("batch", "coherence", "with total (noise)", "|gradient|", "mean", "variance", "gain of doubling", "adam snr",
+              "|update|", "update ratio", "noise scale")]
+    for r in rows:
+        own = pooled.get(r["batch_size"])
+        noise = r["noise_scale"]
+        cells.append((
+            str(r["batch_size"]), "-" if r["grad/coherence"] is None else f"{r['grad/coherence']:.3f}",
+            "-" if r["grad/coherence_total"] is None else f"{r['grad/coherence_total']:.3f} ({r['coherence_total_noise']:.3f})",
+            f"{r['grad/norm']:.3g}", f"{r['grad/mean']:.1e}", f"{r['grad/variance']:.2e}",
+            "-" if own is None else f"{own['gain']:.0%} +- {own['se']:.0%}", f"{r['adam/snr']:.3f}", f"{r['update/norm']:.3g}",
+            f"{r['update/ratio']:.2e}", "undetermined" if not noise else "{value:.3g} [{low:.3g}, {high:.3g}]".format(**noise)))
+    return jobs.table(cells) + "\n"
+
+
+def draw(rows, result, path):
+    plt = plot.pyplot()
+    figure, ((coherence, gain, snr), (norm, variance, update)) = plt.subplots(2, 3, figsize=(13, 7.6), layout="constrained")
+    batch = [r["batch_size"] for r in rows]
+
+    def line(ax, key, **style):
+        have = [(r["batch_size"], r[key], 2 * (r[key + "_se"] or 0)) for r in rows if r[key] is not None]
+        ax.errorbar(*zip(*have), fmt="o-", capsize=3, **style)
+    line(coherence, "grad/coherence", color=plot.COLORS[0], label="successive micro-batches")
+    line(coherence, "grad/coherence_total", color=plot.COLORS[1], label="each with the whole step")
+    floor = [r["coherence_total_noise"] for r in rows]
+    coherence.plot(batch, floor, ls=":", color=plot.COLORS[1], label="the same, pure noise")
+    coherence.axhline(0, color="#888888", lw=1)
+    shades = plt.get_cmap("viridis")
+    for i, r in enumerate(rows):
+        color = shades(0.9 * i / len(rows))
+        for ax, part in ((gain, {b: g["gain"] for b, g in r["gains"].items()}), (norm, r["norm_growth"]),
+                         (variance, r["variance_growth"])):
+            if part:
+                ax.plot(list(part), list(part.values()), "o-", ms=4, color=color, lw=1.4, label=f"batch {r['batch_size']}")
+    pooled = result["gains"]
+    gain.errorbar(list(pooled), [g["gain"] for g in pooled.values()], [2 * g["se"] for g in pooled.values()], fmt="s-",
+                  capsize=3, color="black", label="all runs together")
+    gain.axhline(result["gain"], color="#888888", ls=":", label="worth its tokens")
+    noise = rows[-1]["noise_scale"]
+    if noise:
+        x = np.geomspace(min(batch), max(batch), 50)
+        gain.plot(x, noise["value"] / (x + noise["value"]), color=plot.COLORS[1], ls="--", lw=1.2, label="by the noise scale")
+    line(snr, "adam/snr", color=plot.COLORS[2], label="|m| / sqrt(v)")
+    snr.axhline(rows[0]["snr_noise"], color=plot.COLORS[2], ls=":", label="pure noise")
+    line(update, "update/ratio", color=plot.COLORS[3], label="|update| / |weights|")
+    titles = {coherence: "Coherence (cosine)", gain: "Gain of the doubling to this batch", snr: "Adam's signal to noise",
+              norm: "|gradient| as it grows", variance: "Its variance as it grows", update: "Update over weights"}
+    for ax, title in titles.items():
+        ax.set_title(title)
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(batch)
+        ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        ax.set_ylim(bottom=0 if ax is not coherence else None)
+        ax.legend(fontsize=9)
+    variance.yaxis.set_major_formatter(lambda v, _: f"{v:.1e}" if v else "0")
+    for ax in (norm, variance, update):
+        ax.set_xlabel("effective batch (sequences)")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

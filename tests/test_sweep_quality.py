@@ -1,0 +1,100 @@
+import json
+import os
+
+import numpy as np
+import pytest
+
+import jobs
+import log
+import sweep
+import sweep_quality
+import train
+
+ARGS = sweep.argparse.Namespace(config=None, rest=[])
+
+
+def made_up(batch, micro, scale, steps=20):
+    """The log of a run whose gradient is signal 1 and noise: E|A_k|^2 = 1 + scale / (k micro), exactly, in every step."""
+    K = batch // micro
+    rows = []
+    for step in range(1, steps + 1):
+        early = 100.0 if step <= steps // 2 else 1.0  # the first half must not count
+        row = {"step": step, "tokens": step, "batch_size": batch, "accum": K, "train/loss": 1.0, "adam/snr": 0.3 * early,
+               "grad/norm": early * (1 + scale / batch) ** 0.5, "grad/mean": 0.0, "grad/variance": 1e-3, "update/norm": 0.1,
+               "update/ratio": 0.01, "grad/coherence": micro / (micro + scale) if K > 1 else None,
+               "grad/coherence_total": None if K == 1 else 0.5, "gns/norm": scale, "gns/norm_low": scale,
+               "gns/norm_high": scale}
+        for k in (1, 2, 4, 8):
+            if k < K:
+                row |= {f"grad/norm_after_{k}": (1 + scale / (k * micro)) ** 0.5, f"grad/mean_after_{k}": 0.0,
+                        f"grad/variance_after_{k}": 1e-3}
+        rows.append(row)
+    return rows
+
+
+@pytest.mark.parametrize("scale, meaningful, beyond", [(2.5, 8, 16), (9.0, 32, 64), (100.0, 64, None), (0.1, 4, 8)])
+def test_the_gain_of_a_doubling_is_what_the_noise_scale_says_and_decides(scale, meaningful, beyond):
+    logs = [made_up(4 * K, 4, scale) for K in (1, 2, 4, 8, 16)]
+    rows = [sweep_quality.average(own, 4) for own in logs]
+    for row in rows:
+        assert row["averaged"] == 10 and row["adam/snr"] == pytest.approx(0.3)
+        assert sorted(row["gains"]) == [8 * 2**i for i in range(int(np.log2(row["accum"])))]
+        for B, own in row["gains"].items():
+            assert own["gain"] == pytest.approx(scale / (B + scale)) and own["se"] == pytest.approx(0, abs=1e-9)
+    pooled = sweep_quality.gains([sweep_quality.growth(sweep_quality.second_half(own)) for own in logs], 4)
+    assert list(pooled) == [8, 16, 32, 64]
+    assert all(own["gain"] == pytest.approx(scale / (B + scale)) for B, own in pooled.items())
+    result = sweep_quality.verdict(rows, pooled, 4, 0.2, ARGS)
+    assert (result["take"]["batch_size"], result["beyond"]) == (meaningful, beyond)
+    assert meaningful <= max(4, 4 * scale) and (beyond is None or beyond > 4 * scale)
+    assert f"{meaningful} sequences" in result["says"][0]
+    assert f"beyond a batch of {4 * scale:.3g}" in result["says"][1]
+
+
+def test_the_standard_error_of_a_gain_is_that_of_a_ratio_of_means():
+    rng = np.random.default_rng(0)
+    found, errors = [], []
+    for _ in range(300):
+        b = 1 + 0.1 * rng.standard_normal(50)
+        a = 1.5 * b + 0.2 * rng.standard_normal(50)
+        gain, se = sweep_quality.ratio(a, b)
+        found.append(gain)
+        errors.append(se)
+    assert np.mean(found) == pytest.approx(0.5, abs=0.01) and np.mean(errors) == pytest.approx(np.std(found), rel=0.15)
+
+
+def test_quality_runs_train_and_reports_and_is_not_run_twice(tmp_path, tiny_args, monkeypatch, capsys):
+    calls, real = [], train.main
+    monkeypatch.setattr(train, "main", lambda argv: calls.append(argv) or real(argv))
+    monkeypatch.setattr(train, "summary", lambda config: "")
+    arguments = ["quality", "--steps=6", "--accumulations=1,2,4", "--in_process",
+                 *tiny_args(out_dir=tmp_path, learning_rate=3e-3, dropout=0.1)]
+    assert sweep.main([*arguments, "--dry_run"]) == 0
+    assert not calls and "3 of 3 runs to do, 2.69k tokens: about" in capsys.readouterr().out
+    assert sweep.main(arguments) == 0
+    text = capsys.readouterr().out
+    assert len(calls) == 3 and "Largest effective batch with meaningful updates" in text and "python sweep.py runs" in text
+    folder = tmp_path / "sweep" / "quality"
+    assert os.path.getsize(folder / "sweep.png") > 10_000
+    saved = json.loads((folder / "sweep.json").read_text())
+    assert [r["batch_size"] for r in saved["rows"]] == [4, 8, 16] and saved["settings"]["steps"] == 6
+    steps = [r for r in log.read(str(folder / "batch16")) if "train/loss" in r]
+    assert [r["lr"] for r in steps] == [3e-3] * 6 and all(r["gns/total_step_tr_sigma"] is not None for r in steps)
+    late = steps[3:]
+    largest = saved["rows"][-1]
+    assert largest["grad/coherence"] == pytest.approx(np.mean([r["grad/coherence"] for r in late]))
+    expected = sum(r["grad/norm_after_2"] ** 2 for r in late) / sum(r["grad/norm"] ** 2 for r in late) - 1
+    assert largest["gains"]["16"]["gain"] == pytest.approx(expected)
+    assert sweep.main(arguments) == 0 and len(calls) == 3
+    with pytest.raises(SystemExit):
+        sweep.main([*arguments, "--learning_rate=1e-3"])
+    assert "holds a run with other settings: learning_rate is 0.001, there it is 0.003" in capsys.readouterr().err
+
+
+def test_a_sweep_at_work_is_not_joined_by_a_second(tmp_path):
+    with jobs.only_one(str(tmp_path)):
+        with pytest.raises(jobs.ConfigError, match="a sweep is at work there"):
+            with jobs.only_one(str(tmp_path)):
+                pass
+    with jobs.only_one(str(tmp_path)):
+        pass

@@ -1,0 +1,208 @@
+"""
+One trial of `sweep.py memory` and `sweep.py throughput`: a few optimizer steps with the parts of train.py, timed, and the peak
+memory of a process that does nothing else. Here is both the process (main) and who starts it (run), with a timeout:
+whatever happens to the process is one row.
+
+    python trial.py '{"config": {"micro_batch_size": 8, ...}, "accum": 1, "warmup_accum": 2, "seconds": 2, "memory_limit": null,
+                      "timeout": 300}'
+
+prints one line of JSON. The first step is the warm-up; where a run calibrates its noise scale, it is an exact step, as in the
+run. For sweep.py memory it also has two micro-batches, of which the second finds the first one's gradient in memory: so the
+peak is that of a whole run.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+SCRIPT = os.path.abspath(__file__)
+MIN_STEPS = 3
+OUT_OF_MEMORY = ("can't allocate", "cannot allocate memory", "out of memory", "bad_alloc", "not enough memory",
+                 "thread creation failed")
+
+
+# -- who starts it
+
+def run(spec):
+    """The row of a trial: {"status": "ok" | "out of memory" | "timeout" | "failed", "why", numbers ...}."""
+    process = subprocess.Popen([sys.executable, SCRIPT, json.dumps(spec)], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               stdin=subprocess.DEVNULL, text=True, start_new_session=True)
+    try:
+        out, err = process.communicate(timeout=spec["timeout"])
+    except subprocess.TimeoutExpired:
+        return {"status": "timeout", "why": f"no result within {spec['timeout']:g} s"}
+    finally:
+        if process.poll() is None:  # a hang, or Ctrl-C here: end it with all that it started
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return verdict(process.returncode, out, err)
+
+
+def verdict(code, out, err):
+    """What a process that ended has to say, whichever way it ended."""
+    lines = [line for line in err.strip().splitlines() if line.strip()]
+    last = lines[-1].strip()[:200] if lines else "no message"
+    if code == 0:
+        try:
+            return json.loads(out.strip().splitlines()[-1])
+        except (ValueError, IndexError):
+            return {"status": "failed", "why": f"no result: {last}"}
+    if code == -signal.SIGKILL:
+        return {"status": "out of memory", "why": "killed by the system"}
+    if any(words in err.lower() for words in OUT_OF_MEMORY):
+        return {"status": "out of memory", "why": last}
+    ended = f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    return {"status": "failed", "why": f"{ended}: {last}"}
+
+
+# -- the process
+
+def main(argv=None):
+    spec = json.loads((sys.argv[1:] if argv is None else argv)[0])
+    if hasattr(signal, "alarm"):
+        signal.alarm(int(spec["timeout"]) + 5)  # should the one who started it be gone
+    import torch
+    try:
+        row = {"status": "ok", **measure(spec)}
+    except Exception as e:
+        words = (str(e).strip().splitlines() or [""])[0]
+        words = words[words.find("tried to allocate"):][:200] if "tried to allocate" in words else words[:200]
+        memory = isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(w in str(e).lower() for w in OUT_OF_MEMORY)
+        row = {"status": "out of memory" if memory else "failed", "why": f"{type(e).__name__}: {words}"}
+    print(json.dumps(row), flush=True)
+    return 0
+
+
+def measure(spec):
+    """The numbers of a trial: seconds of a micro-step and of an update, peak memory."""
+    import torch
+
+    import batches
+    import configurator
+    import hardware
+    from grad_stats import GradStats
+    from model import GPT, GPTConfig
+    from tracker import Tracker
+
+    config = configurator.Config(**{k: configurator.coerce(k, v, "trial") for k, v in spec["config"].items()})
+    accum = spec["accum"]
+    device = hardware.pick_device(config.device)
+    dtype = hardware.pick_dtype(config.dtype, device)
+    if device == "cpu":
+        hardware.prepare_cpu()
+    data = batches.Dataset(config.dataset, config.block_size)
+    # One thread: its own time, so that what other programs take of the core does not count. Several wait for each other.
+    alone = device == "cpu" and torch.get_num_threads() == 1
+    clock = time.process_time if alone else time.perf_counter
+    ceiling = hardware.matmul_ceiling(device, dtype, clock=clock)
+    limit_memory(spec["memory_limit"], device)
+    before = memory_now()
+
+    torch.manual_seed(config.seed)
+    shared = {k: v for k, v in vars(config).items() if k in GPTConfig.__dataclass_fields__}
+    model = GPT(GPTConfig(vocab_size=data.vocab_size, **shared)).to(device)
+    run_model = torch.compile(model) if config.compile == "True" else model
+    optimizer = torch.optim.AdamW(model.parameter_groups(config.weight_decay), lr=config.learning_rate,
+                                  betas=(config.beta1, config.beta2), fused=True)
+    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+    tracker, stats = Tracker(model, optimizer, config, device), GradStats(model, optimizer, config)
+    autocast, parameters = hardware.autocast(device, dtype), list(model.parameters())
+
+    def step(number, accum=accum):
+        """As in train.py; (seconds of the micro-steps, of the rest)."""
+        hardware.synchronize(device)
+        start = clock()
+        measured = tracker.begin(number, number + 1)
+        stats.begin(accum, config.grad_stats)
+        loss_scale = scaler.scale(torch.ones((), device=device))
+        loss_sum = torch.zeros((), device=device)
+        for micro in range(accum):
+            x, y = data.train_batch(config.seed, micro * config.micro_batch_size, config.micro_batch_size, device)
+            with autocast:
+                _, loss = run_model(x, y, **measured)
+            scaler.scale(loss / accum).backward()
+            loss_sum += loss.detach() / accum
+            tracker.take(measured, accum)
+            stats.take(tracker.held, loss_scale)
+        hardware.synchronize(device)
+        middle = clock()
+        tracker.release()
+        scaler.unscale_(optimizer)
+        record = tracker.finish(loss_sum, accum * config.micro_batch_size, loss_scale)
+        stats.before_update()
+        clip = torch.clamp(1.0 / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0)
+        torch._foreach_mul_([p.grad for p in parameters], clip)
+        scaler.step(optimizer)
+        scaler.update()
+        stats.after_update()
+        optimizer.zero_grad(set_to_none=True)
+        hardware.synchronize(device)
+        return middle - start, clock() - middle
+
+    first = spec.get("warmup_accum", accum)
+    warmup = sum(step(0, first)) + (sum(step(1)) if config.compile == "True" else 0)  # exact, then plain: two graphs
+    times, end = [], time.perf_counter() + spec["seconds"]
+    while len(times) < MIN_STEPS or (time.perf_counter() < end and len(times) < 200):
+        times.append(step(1))
+    micro, update = (min(t[i] for t in times) for i in (0, 1))  # the fastest: whatever else the machine does only adds
+    tokens = config.micro_batch_size * config.block_size * accum
+    flops = model.flops_per_token() * tokens
+    return {"micro_step_ms": 1e3 * micro / accum, "update_ms": 1e3 * update, "tok_per_sec": tokens / (micro + update),
+            "tok_per_sec_micro": tokens / micro, "ceiling": flops / micro / ceiling, "matmul_gflops": ceiling / 1e9,
+            "update_share": update / (micro + update), "steps": len(times), "warmup_s": warmup,
+            "slowest_micro_step_ms": 1e3 * max(t[0] for t in times) / accum,
+            "clock": "the thread's own time" if alone else "wall",
+            "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
+            **peak_memory(device, before, lambda: step(0, first), optimizer)}
+
+
+def limit_memory(limit, device):
+    """An upper bound for this process: of the device on CUDA; of all that it may write to on a CPU, libraries included."""
+    if limit is None:
+        return
+    if device == "cuda":
+        import torch
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info()[1]))
+    else:
+        import resource
+        # not RLIMIT_AS: libraries map several times what they ever touch
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+def status(key):
+    """A line of /proc/self/status in bytes; None elsewhere than on Linux."""
+    try:
+        with open("/proc/self/status") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith(key + ":"))
+    except (OSError, StopIteration):
+        return None
+
+
+def memory_now():
+    return status("VmRSS")
+
+
+def peak_memory(device, before, step, optimizer):
+    """peak: of the process (CUDA: what torch reserved), allocated: of tensors alone, which does not depend on how the
+    allocator cuts its memory up. before: what the process held before there was a model, libraries mostly."""
+    if device == "cuda":
+        import torch
+        return {"peak": torch.cuda.max_memory_reserved(), "peak_allocated": torch.cuda.max_memory_allocated(), "before": None}
+    peak = status("VmHWM")  # of this program; ru_maxrss would also remember the process that started it
+    if peak is None:
+        import resource
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    try:
+        from bench import peak_bytes
+        state = [t for group in optimizer.param_groups for p in group["params"] for t in (p, *optimizer.state[p].values())]
+        allocated = sum(t.numel() * t.element_size() for t in state) + peak_bytes(step, warm_up=False)
+    except (MemoryError, RuntimeError):  # the profiler found no room under the limit
+        allocated = None
+    return {"peak": peak, "peak_allocated": allocated, "before": before}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
