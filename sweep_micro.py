@@ -118,8 +118,8 @@ class Trials:
         config = dataclasses.replace(self.config, micro_batch_size=micro, batch_size=micro * accum, compile=str(compile),
                                      batch_schedule="constant", activation_checkpointing=checkpointing)
         start = time.monotonic()
-        found = trial.run({"config": vars(config), "accum": accum, "warmup_accum": self.warmup or accum, "seconds": self.seconds,
-                           "timeout": self.timeout, "memory_limit": self.limit})
+        found = trial.run({"config": vars(config), "accum": accum, "warmup_accum": self.warmup or accum,
+                           "seconds": self.seconds, "timeout": self.timeout, "memory_limit": self.limit})
         row = self.rows.add({**what, **found, "seconds": round(time.monotonic() - start, 1)})
         print("  " + in_words(row), flush=True)
         return row

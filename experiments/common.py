@@ -7,6 +7,7 @@ and prints what the paper says and what was found here.
 """
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ sys.path.insert(0, ROOT)
 import checkpoint  # noqa: E402
 import configurator  # noqa: E402
 import hardware  # noqa: E402
+import jobs  # noqa: E402
 import log  # noqa: E402
 import sweep  # noqa: E402
 
@@ -69,16 +71,19 @@ class Runs:
         return [r["val/loss"] for r in self.rows(name) if "val/loss" in r][-1]
 
     def do(self, wanted):
-        """wanted {name: changes to the config}: run those that are not finished yet."""
-        jobs = []
-        for name, changes in wanted.items():
-            end = changes.get("stop_tokens") or changes.get("max_tokens") or self.config.stop_tokens or self.config.max_tokens
-            if sweep.tokens_done(self.path(name)) < end:
-                jobs.append(lambda name=name, changes=changes: self.one(name, changes))
-        print(f"{len(jobs)} of {len(wanted)} runs to do, {self.args.jobs} at a time", flush=True)
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, hardware.usable_cores() // self.args.jobs)))
+        """wanted {name: changes to the config}: run those that are not finished yet. One of other settings is an error."""
+        missing = []
         try:
-            sweep.run_all(jobs, 1 if self.args.tiny else self.args.jobs)
+            for name, changes in wanted.items():
+                config = dataclasses.replace(self.config, **{**changes, "out_dir": self.path(name)})
+                done = sweep.tokens_done(config.out_dir)
+                if done >= 0:
+                    jobs.same_settings(config, jobs.read_config(config.out_dir))
+                if done < (config.stop_tokens or config.max_tokens):
+                    missing.append(lambda name=name, changes=changes: self.one(name, changes))
+            print(f"{len(missing)} of {len(wanted)} runs to do, {self.args.jobs} at a time", flush=True)
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, hardware.usable_cores() // self.args.jobs)))
+            sweep.run_all(missing, 1 if self.args.tiny else self.args.jobs)
         except configurator.ConfigError as e:
             configurator.die(e)
 

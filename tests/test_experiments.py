@@ -33,6 +33,9 @@ def test_the_batch_schedule_experiment_runs_reports_and_is_not_run_twice(tiny, c
     assert list(result["groups"])[0] == "fixed" and {"linear", "gns", "constant 4", "constant 32"} <= set(result["groups"])
     tiny(batch_schedule, "--seeds", "1")
     assert len(tiny.runs) == 18, "nothing is run again"
+    with pytest.raises(SystemExit):
+        tiny(batch_schedule, "--seeds", "1", "--n_embd=32")
+    assert "holds a run with other settings: n_embd is 32, there it is 16" in capsys.readouterr().err
 
 
 def test_the_finding_says_what_came_out_whichever_way():
