@@ -278,7 +278,7 @@ def compare(groups, path="compare.png", source="auto"):
 def draw_compare(result, curves, path):
     plt = pyplot()
     figure, (loss_ax, less_ax, pareto_ax) = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
-    what = "Validation" if result["loss"] == "val" else "Smoothed training"
+    what, labels = "Validation" if result["loss"] == "val" else "Smoothed training", []
     for color, (name, runs) in zip(COLORS * 9, curves.items()):
         group = result["groups"][name]
         grid = np.linspace(max(r["tokens"][0] for r in runs), min(r["tokens"][-1] for r in runs), 200)
@@ -295,7 +295,9 @@ def draw_compare(result, curves, path):
             error = [[[at[m]["mean"] - at[m]["low"]], [at[m]["high"] - at[m]["mean"]]] for m in ("steps", "tokens")]
             pareto_ax.errorbar(at["steps"]["mean"], at["tokens"]["mean"], xerr=error[0], yerr=error[1], fmt="o", ms=8,
                                color=color, capsize=3)
-            pareto_ax.annotate(name, (at["steps"]["mean"], at["tokens"]["mean"]), xytext=(8, 6), textcoords="offset points")
+            labels.append((at["tokens"]["mean"], at["steps"]["mean"], name))
+    for i, (tokens, steps, name) in enumerate(sorted(labels)):  # neighbours one below, one above: they do not meet
+        pareto_ax.annotate(name, (steps, tokens), xytext=(8, 6 if i % 2 else -15), textcoords="offset points")
     loss_ax.set_title(f"{what} loss over tokens")
     loss_ax.set_xlabel("tokens")
     top, bottom = (pick(run["loss"]) for pick, run in ((np.median, next(iter(curves.values()))[0]), (np.min, {
