@@ -334,11 +334,17 @@ def silent_stderr():
         os.close(nowhere)
 
 
-def step_variants(name, others, ranks):
+def step_variants(name, others, ranks, only=None):
     shape, micro = MODELS[name]
     settings = {"off, torch's norm": dict(mode="off", norm_impl="torch"), "off": dict(mode="off"), "norm": dict(mode="norm"),
                 "norm + adam": dict(mode="norm", adam=True), "exact": dict(mode="exact"),
                 "exact + adam": dict(mode="exact", adam=True)}
+    if only:
+        unknown = [variant for variant in only.split(",") if variant not in settings]
+        if unknown:
+            die(f"--only={only}: unknown variant '{unknown[0]}', expected some of {', '.join(list(settings)[1:])}")
+        settings = {variant: options for variant, options in settings.items()
+                    if variant == "off, torch's norm" or variant in only.split(",")}
     variants = {variant: Step(shape, micro, ranks=ranks, **options) for variant, options in settings.items()}
     if others:
         variants["plain modules, off"] = plain_step(shape, micro, None)
@@ -366,7 +372,7 @@ def step(args):
     hardware.prepare_cpu()
     report = {}
     for name in args.models.split(","):
-        variants = step_variants(name, args.others, ranks)
+        variants = step_variants(name, args.others, ranks, args.only)
         samples = interleave(variants, 0 if args.ranks > 1 else args.seconds, min_rounds=args.rounds)  # ranks need equal rounds
         report[name] = {variant: {**spread(phases["step"]), **paired(phases["step"], samples["off, torch's norm"]["step"]),
                                   "peak_bytes": peak_bytes(variants[variant])} for variant, phases in samples.items()}
@@ -446,6 +452,7 @@ def main():
     p.add_argument("--models", default="", help=f"some of {', '.join(MODELS)}, by comma")
     p.add_argument("--against", metavar="PATH", help="a nanoGPT checkout: time its step and ours in turns")
     p.add_argument("--others", action="store_true", help="also torch.func, Opacus and BackPACK")
+    p.add_argument("--only", help="variants to compare with off, by comma: norm,norm + adam,exact; default: all")
     p.add_argument("--ranks", type=int, default=1, help="processes, with DDP over gloo")
     p.add_argument("--seconds", type=float, default=30.0, help="per model, at least")
     p.add_argument("--rounds", type=int, default=7, help="at least so many per model")
