@@ -142,6 +142,8 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
         if config.tie_weights:
             self.lm_head.weight = self.wte.weight
+        self.site_names = {mode: [name.removesuffix(".weight") for name, _, _ in self.probe_sites(mode)]
+                           for mode in ("norm", "exact")}
 
     def forward(self, idx, targets=None, probes=None, metrics=None):
         """(logits, loss). Without targets the logits of the last position alone, (B, 1, V), and no loss. In training, logits
@@ -192,13 +194,13 @@ class GPT(nn.Module):
         """{module name: Tap}: which site gets which rows of the probes."""
         if probes is None:
             return {}
-        mode = next((m for m in ("norm", "exact") if len(self.probe_sites(m)) == probes.shape[0]), None)
-        if mode is None:
-            raise ValueError(f"probes has {probes.shape[0]} sites, expected {len(self.probe_sites('norm'))} (norm) or "
-                             f"{len(self.probe_sites('exact'))} (exact)")
+        names = next((names for names in self.site_names.values() if len(names) == probes.shape[0]), None)
+        if names is None:
+            raise ValueError(f"probes has {probes.shape[0]} sites, expected " + " or ".join(
+                f"{len(names)} ({mode})" for mode, names in self.site_names.items()))
         p = metrics or {}
-        names = [name.removesuffix(".weight") for name, _, _ in self.probe_sites(mode)]
-        return {name: Tap(probes[i], p.get(name + ".weight"), p.get(name + ".bias")) for i, name in enumerate(names)}
+        # unbind: one operation in the backward pass, where indexing would have one per site
+        return {name: Tap(probe, p.get(name + ".weight"), p.get(name + ".bias")) for name, probe in zip(names, probes.unbind())}
 
     def probe_sites(self, mode="norm"):
         """One (parameter name, group, layer) per first index of `probes`; the bias beside that weight is its row 1.

@@ -20,9 +20,9 @@ from common import Runs, parse, write
 
 import configurator
 import hardware
+import jobs
 import log
 import plot
-import sweep
 
 PAPER = ("The paper: with per-example norms (B_small = 1) the noise scale has the least variance; comparing the gradients of "
          "data-parallel ranks, as in its 1.3B run, gives the same value with more.")
@@ -41,7 +41,7 @@ class RankRuns(Runs):
         ranks = max(2, torch.cuda.device_count()) if device == "cuda" else 2
         values = {**vars(self.config), "wandb_log": False, "resume": "auto", **changes, "out_dir": self.path(name)}
         os.makedirs(values["out_dir"], exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", sweep.TRAIN,
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", jobs.TRAIN,
                    *(f"--{k}={v}" for k, v in values.items())]
         env = {**os.environ, "OMP_NUM_THREADS": str(max(1, hardware.usable_cores() // ranks))}
         with open(os.path.join(values["out_dir"], "train.out"), "a", encoding="utf-8") as out:
