@@ -248,6 +248,7 @@ def train(config, ranks, device):
         if state["step"] % config.log_interval == 0 or done:
             seconds = clock.seconds()
             rate = (state["tokens"] - logged_tokens) / (seconds - logged_seconds)
+            ceiling = max(ceiling, rate * model.flops_per_token())  # it may have been measured in a bad moment
             left = max(0, end_tokens - state["tokens"]) * (seconds - start_seconds) / (state["tokens"] - start_tokens)
             row = {"step": state["step"], "tokens": state["tokens"], "examples": state["examples"],
                    "train/loss": last["loss"], "lr": lr, "batch_size": B, "accum": accum,
