@@ -9,7 +9,7 @@ train: .venv/ready
 
 test: .venv/ready-test
 	$(BIN)/python -m ruff check .
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests
 
 .venv/ready: requirements.txt
 	test -d .venv || $(PYTHON) -m venv .venv

@@ -7,6 +7,10 @@
     python bench.py step --models=char --others      and per-sample gradients by torch.func, Opacus and BackPACK
                                                      (pip install -r requirements-bench.txt)
     python bench.py step --ranks=2  the same under DDP
+    python bench.py step --against=../nanoGPT      our step beside that of a nanoGPT checkout: tokens/s, ratio, losses
+    python bench.py profile --models=char,config/wikitext2.py      where a step's time goes, part by part
+    python bench.py data --text=book.txt           tokenisation beside tiktoken's own, and its memory
+    python bench.py startup         from the command `python train.py` to its first lines
 
 Variants take turns within each round, so that whatever else the machine does falls on all of them; medians and
 quartiles over rounds. The tables go to the screen, every number to results/<command>.json.
@@ -15,18 +19,12 @@ quartiles over rounds. The tables go to the screen, every number to results/<com
 import argparse
 import contextlib
 import itertools
-import json
-import math
 import os
-import random
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -34,68 +32,36 @@ import torch.nn.functional as F
 import distributed
 import hardware
 import ln_kernel
-from configurator import Config
-from model import GPT, GPTConfig
-from tracker import Tracker
-
-# ---- shared: timing and reporting
-
-def interleave(variants, seconds, min_rounds=5):
-    """Run every variant once a round, in a new order each round, since each leaves its mark on the caches. A variant is
-    called and returns {phase: seconds}, or None to sit a round out. Returns {name: {phase: [seconds]}}."""
-    for run in variants.values():
-        run(), run()                      # warm-up: first touch of memory, threads, caches
-    samples = {name: defaultdict(list) for name in variants}
-    end, rounds, order = time.perf_counter() + seconds, 0, list(variants.items())
-    while time.perf_counter() < end or rounds < min_rounds:
-        rounds += 1
-        random.Random(rounds).shuffle(order)
-        for name, run in order:
-            for phase, t in (run() or {}).items():
-                samples[name][phase].append(t)
-    return samples
-
-
-def spread(samples):
-    """Median and quartiles in ms, and how many samples they stand on."""
-    q1, median, q3 = statistics.quantiles(samples, n=4, method="inclusive")
-    return {"median_ms": median * 1e3, "q1_ms": q1 * 1e3, "q3_ms": q3 * 1e3, "n": len(samples)}
-
-
-def geomean(values):
-    return math.exp(statistics.fmean(math.log(v) for v in values))
-
-
-def write_json(path, report):
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    machine = {**hardware.facts("cpu"), "load_average": os.getloadavg()[0]}
-    report = {"command": " ".join(["python", os.path.basename(sys.argv[0]), *sys.argv[1:]]), "machine": machine, **report}
-    path.write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written: {path}")
-
+from bench_tools import MODELS, Step, adamw, batch_of, clip_and_step, geomean, interleave, paired, spread, write_json
+from configurator import Config, die
 
 # ---- kernel: B examples of T rows of C channels; per C a tensor that fits the caches and one that does not
 
 SHAPES = [(16, 128, 256), (32, 256, 256), (4, 256, 768), (8, 1024, 768),
           (4, 128, 2048), (4, 1024, 2048), (2, 128, 4096), (4, 512, 4096)]
 PHASES = ("forward", "backward", "both")
+CACHES, BYTES = 32 << 20, {"float32": 4, "bfloat16": 2}   # the last-level cache of the machine that results/ are from
+
+
+def now(device):
+    hardware.synchronize(device)
+    return time.perf_counter()
 
 
 def norm_variant(norm, inputs, dy, every=1):
     """Times norm() and its backward apart. every: take part in one of so many rounds (for slow ones)."""
-    calls = 0
+    calls, device = 0, dy.device.type
 
     def run():
         nonlocal calls
         calls += 1
         if calls > 2 and calls % every:
             return None
-        start = time.perf_counter()
+        start = now(device)
         y = norm()
-        middle = time.perf_counter()
+        middle = now(device)
         torch.autograd.grad(y, inputs, dy)
-        end = time.perf_counter()
+        end = now(device)
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
@@ -103,28 +69,28 @@ def norm_variant(norm, inputs, dy, every=1):
 def copy_variant(x_and_dy):
     """The memory floor: as many bytes as the forward (x in, y out) and the backward (x and dy in, dx out) must move,
     half read, half written, from the same inputs to a new output."""
-    both = x_and_dy.flatten()
+    both, device = x_and_dy.flatten(), x_and_dy.device.type
     x, one_and_a_half = both[:len(both) // 2], both[:3 * len(both) // 4]
 
     def run():
-        start = time.perf_counter()
+        start = now(device)
         y = x.clone()
-        middle = time.perf_counter()
+        middle = now(device)
         one_and_a_half.clone()
-        end = time.perf_counter()
+        end = now(device)
         del y
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
 
-def kernel_variants(B, T, C, dtype):
-    x_and_dy = torch.randn(2, B, T, C).to(dtype)
+def kernel_variants(B, T, C, dtype, device="cpu"):
+    x_and_dy = torch.randn(2, B, T, C, device=device).to(dtype)
     x, dy = x_and_dy
-    w, b = torch.randn(2, C)
+    w, b = torch.randn(2, C, device=device)
     w_same = w.to(dtype).requires_grad_()   # F.rms_norm has no fused path for mixed dtypes: let it have its best
     for t in (x, w, b):
         t.requires_grad_()
-    probe, probe_rms = torch.zeros(2, B, requires_grad=True), torch.zeros(1, B, requires_grad=True)
+    probe, probe_rms = (torch.zeros(rows, B, device=device, requires_grad=True) for rows in (2, 1))
     layer_norm, rms_norm = ln_kernel.layer_norm, ln_kernel.rms_norm
     return {
         "torch": norm_variant(lambda: F.layer_norm(x, (C,), w, b), (x, w, b), dy),
@@ -174,9 +140,11 @@ def summarise(shapes):
             both = [s["ratios"][f"{a} / {b}"]["both"] for s in shapes if s["dtype"] == dtype]
             lines.append(f"{dtype}: {a} / {b}, forward + backward: geometric mean {geomean(both):.2f}, "
                          f"worst {max(both):.2f}")
-        floor = [s["ratios"]["ours / copy"]["backward"] for s in shapes if s["dtype"] == dtype and s["C"] >= 2048]
-        lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048: "
-                     f"geometric mean {geomean(floor):.2f}, worst {max(floor):.2f}")
+        # x, dy and dx together: only beyond the caches is a copy the floor of memory, within them it is that of the caches
+        for where, inside in (("beyond the caches", False), ("within them", True)):
+            floor = [s["ratios"]["ours / copy"]["backward"] for s in shapes if s["dtype"] == dtype and s["C"] >= 2048
+                     and (3 * s["B"] * s["T"] * s["C"] * BYTES[dtype] <= CACHES) == inside]
+            lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048, {where}: worst {max(floor):.2f}")
     return lines
 
 
@@ -247,55 +215,6 @@ def triton_command(args):
 
 # ---- step: forward, backward, measurement, clipping and AdamW, on random tokens
 
-MODELS = {  # GPTConfig, micro-batch
-    "quickstart": (dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=256), 8),
-    "char": (dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65), 12),
-    "gpt_111m": (dict(n_layer=10, n_head=12, n_embd=768, block_size=1024, vocab_size=50257), 1),
-}
-
-
-def batch_of(shape, micro):
-    ids = torch.randint(shape["vocab_size"], (micro, shape["block_size"] + 1), generator=torch.Generator().manual_seed(0))
-    return ids[:, :-1], ids[:, 1:]
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-
-def clip_and_step(optimizer, parameters, total_sq=None):
-    grads = [p.grad for p in parameters]
-    total_sq = torch.stack(torch._foreach_norm(grads)).square().sum() if total_sq is None else total_sq
-    torch._foreach_mul_(grads, torch.clamp(1.0 / (total_sq.sqrt() + 1e-6), max=1.0))
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-
-
-def our_step(shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32, ranks=None):
-    """One optimizer step of one micro-batch (on each of the ranks, under DDP), with the parts of train.py."""
-    torch.manual_seed(0)
-    ranks = ranks or distributed.Ranks()
-    config = Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro)
-    model = GPT(GPTConfig(norm_impl=norm_impl, **shape))
-    parameters, run_model = list(model.parameters()), ranks.wrap(model, config, dtype)
-    optimizer = adamw(model.parameter_groups(0.1))
-    tracker = Tracker(model, optimizer, config, "cpu", ranks)
-    x, y = batch_of(shape, micro)
-    one, autocast = torch.ones(()), hardware.autocast("cpu", dtype)
-
-    def run():
-        start = time.perf_counter()
-        measure = tracker.begin(1, 2)
-        with autocast:
-            _, loss = run_model(x, y, **measure)
-        loss.backward()
-        tracker.take(measure, 1)
-        record = tracker.finish(loss.detach(), micro, one)
-        clip_and_step(optimizer, parameters, record["param_sq"].sum())
-        return {"step": time.perf_counter() - start}
-    return run
-
-
 class PlainGPT(torch.nn.Module):
     """The same GPT of plain torch modules alone, which is what per-sample gradient packages know. Positions are looked up
     with a batch dimension, and the head is not tied: the packages support neither."""
@@ -317,7 +236,7 @@ class PlainGPT(torch.nn.Module):
             qkv = m["c_attn"](m["ln_1"](x)).view(B, T, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)
             y = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
             x = x + m["proj"](y.transpose(1, 2).reshape(B, T, -1))
-            x = x + m["out"](F.gelu(m["c_fc"](m["ln_2"](x)), approximate="tanh"))
+            x = x + m["out"](F.gelu(m["c_fc"](m["ln_2"](x))))
         return self.head(self.ln_f(x))
 
 
@@ -415,12 +334,18 @@ def silent_stderr():
         os.close(nowhere)
 
 
-def step_variants(name, others, ranks):
+def step_variants(name, others, ranks, only=None):
     shape, micro = MODELS[name]
     settings = {"off, torch's norm": dict(mode="off", norm_impl="torch"), "off": dict(mode="off"), "norm": dict(mode="norm"),
                 "norm + adam": dict(mode="norm", adam=True), "exact": dict(mode="exact"),
                 "exact + adam": dict(mode="exact", adam=True)}
-    variants = {variant: our_step(shape, micro, ranks=ranks, **options) for variant, options in settings.items()}
+    if only:
+        unknown = [variant for variant in only.split(",") if variant not in settings]
+        if unknown:
+            die(f"--only={only}: unknown variant '{unknown[0]}', expected some of {', '.join(list(settings)[1:])}")
+        settings = {variant: options for variant, options in settings.items()
+                    if variant == "off, torch's norm" or variant in only.split(",")}
+    variants = {variant: Step(shape, micro, ranks=ranks, **options) for variant, options in settings.items()}
     if others:
         variants["plain modules, off"] = plain_step(shape, micro, None)
         for package in ("torch.func", "opacus"):
@@ -431,14 +356,23 @@ def step_variants(name, others, ranks):
 
 
 def step(args):
+    """Our step in its variants; with --against PATH our step beside nanoGPT's."""
+    args.models = args.models or ("char,gpt_111m" if args.against else "quickstart,char,gpt_111m")
+    args.out = args.out or f"results/step{'_against' if args.against else ''}.json"
+    unknown = [name for name in args.models.split(",") if name not in MODELS]
+    if unknown:
+        die(f"--models={args.models}: unknown model '{unknown[0]}', expected some of {', '.join(MODELS)}")
+    if args.against:
+        import bench_against
+        return bench_against.against(args)
     if args.ranks > 1 and "RANK" not in os.environ:  # start over, as so many processes
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
-        return subprocess.run([*launch, os.path.abspath(__file__), *sys.argv[1:]], check=True)
+        return subprocess.run([*launch, os.path.abspath(__file__), *sys.argv[1:]]).returncode
     ranks = distributed.start(Config(batch_schedule="constant", batch_size=8 * args.ranks), "cpu")
     hardware.prepare_cpu()
     report = {}
     for name in args.models.split(","):
-        variants = step_variants(name, args.others, ranks)
+        variants = step_variants(name, args.others, ranks, args.only)
         samples = interleave(variants, 0 if args.ranks > 1 else args.seconds, min_rounds=args.rounds)  # ranks need equal rounds
         report[name] = {variant: {**spread(phases["step"]), **paired(phases["step"], samples["off, torch's norm"]["step"]),
                                   "peak_bytes": peak_bytes(variants[variant])} for variant, phases in samples.items()}
@@ -447,12 +381,6 @@ def step(args):
     if ranks.first:
         write_json(args.out, {"threads": torch.get_num_threads(), "ranks": args.ranks, "models": report})
     ranks.stop()
-
-
-def paired(times, base):
-    """Each round's time over that round's base: a disturbance that falls on both cancels."""
-    q1, median, q3 = statistics.quantiles([a / b for a, b in zip(times, base)], n=4, method="inclusive")
-    return {"ratio": median, "ratio_q1": q1, "ratio_q3": q3}
 
 
 def step_table(name, rows, ranks):
@@ -467,6 +395,48 @@ def step_table(name, rows, ranks):
     return "\n".join(lines)
 
 
+def profile(args):
+    import bench_profile
+    return bench_profile.profile(args)
+
+
+def data(args):
+    import bench_data
+    return bench_data.data(args)
+
+
+# ---- startup: from the command to the first lines that a user sees
+
+def first_lines(arguments):
+    """Seconds from the start of `python train.py` to its first line, its first evaluation and its first logged step."""
+    marks = {"first line": "", "evaluation": "validation loss", "first logged step": " tok/s"}
+    with tempfile.TemporaryDirectory() as folder:
+        start, found = time.perf_counter(), {}
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
+        run = subprocess.Popen([sys.executable, script, *arguments, f"--out_dir={folder}/run"], text=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        try:
+            for line in run.stdout:
+                seconds = time.perf_counter() - start
+                found = {name: seconds for name, words in marks.items() if words in line} | found
+                if len(found) == len(marks):
+                    return {name: found[name] for name in marks}
+        finally:
+            run.kill()
+            run.communicate()
+    die(f"train.py ended with exit code {run.returncode} before its first logged step")
+
+
+def startup(args):
+    first_lines(args.arguments)  # compiles the norm kernel and prepares the data, if they are not there
+    starts = [first_lines(args.arguments) for _ in range(args.starts)]
+    report = {name: spread([start[name] for start in starts]) for name in starts[0]}
+    print(f"python train.py {' '.join(args.arguments)}: seconds from the command, {args.starts} starts: median (quartiles)")
+    for name, r in report.items():
+        print(f"  {name:20}{r['median_ms'] / 1e3:6.2f} ({r['q1_ms'] / 1e3:.2f} to {r['q3_ms'] / 1e3:.2f})")
+    write_json(args.out, {"starts": report})
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -479,16 +449,38 @@ def main():
     p.add_argument("--out", default="results/triton.json")
     p.set_defaults(run=triton_command)
     p = commands.add_parser("step", help="whole training steps on this CPU")
-    p.add_argument("--models", default=",".join(MODELS), help="some of them, by comma")
+    p.add_argument("--models", default="", help=f"some of {', '.join(MODELS)}, by comma")
+    p.add_argument("--against", metavar="PATH", help="a nanoGPT checkout: time its step and ours in turns")
     p.add_argument("--others", action="store_true", help="also torch.func, Opacus and BackPACK")
+    p.add_argument("--only", help="variants to compare with off, by comma: norm,norm + adam,exact; default: all")
     p.add_argument("--ranks", type=int, default=1, help="processes, with DDP over gloo")
     p.add_argument("--seconds", type=float, default=30.0, help="per model, at least")
     p.add_argument("--rounds", type=int, default=7, help="at least so many per model")
-    p.add_argument("--out", default="results/step.json")
+    p.add_argument("--out", help="default: results/step.json, or results/step_against.json")
     p.set_defaults(run=step)
+    p = commands.add_parser("profile", help="a step by its parts, on this CPU")
+    p.add_argument("--models", default="char", help=f"some of {', '.join(MODELS)}, or config files, by comma")
+    p.add_argument("--gns", default="norm", choices=("off", "norm", "exact"))
+    p.add_argument("--micro", type=int, default=0, help="micro-batch; default: the model's own")
+    p.add_argument("--seconds", type=float, default=20.0, help="per model, at least")
+    p.add_argument("--rounds", type=int, default=7, help="at least so many per model")
+    p.add_argument("--out", default="results/profile.json")
+    p.set_defaults(run=profile)
+    p = commands.add_parser("data", help="tokenisation: rate beside tiktoken's own, and memory")
+    p.add_argument("--text", required=True, help="a UTF-8 text, which is repeated")
+    p.add_argument("--megabytes", type=float, default=10.0, help="of text for the rates; memory also with ten times that")
+    p.add_argument("--seconds", type=float, default=20.0, help="at least")
+    p.add_argument("--rounds", type=int, default=5, help="at least so many")
+    p.add_argument("--out", default="results/data.json")
+    p.set_defaults(run=data)
+    p = commands.add_parser("startup", help="time to the first lines of train.py")
+    p.add_argument("--starts", type=int, default=5)
+    p.add_argument("--out", default="results/startup.json")
+    p.add_argument("arguments", nargs="*", help="for train.py, after --")
+    p.set_defaults(run=startup)
     args = parser.parse_args()
-    args.run(args)
+    return args.run(args)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

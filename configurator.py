@@ -42,6 +42,7 @@ class Config:
     device: str = opt("auto", "cuda if there is one, then mps, then cpu", ("auto", "cpu", "cuda", "mps"))
     dtype: str = opt("auto", "bfloat16 autocast where the device is fast at it, else float32; "
                              "float16 trains with loss scaling", ("auto", "float32", "bfloat16", "float16"))
+    tf32: bool = opt(False, "cuda: float32 matrix products in TF32, faster, with 10 bits of mantissa")
     compile: str = opt("auto", "torch.compile on cuda; on a CPU it brought nothing", ("auto", "True", "False"))
     parallel: str = opt("ddp", "with several processes (torchrun): ddp holds everything on each, fsdp shards weights, "
                                "gradients and optimizer over them (FSDP2), for models that do not fit", ("ddp", "fsdp"))

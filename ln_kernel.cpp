@@ -19,6 +19,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <type_traits>
 #ifdef _OPENMP
@@ -113,6 +114,52 @@ inline void store(bf16* p, vec v, bool stream = false) {
     std::memcpy(p, &half, sizeof half);
 }
 
+// Twice as many channels at once: of floats the first and the second half, of bf16 the even and the odd ones. A bf16 is the
+// upper half of a float, so that order takes one shift and one mask; the usual order, two widenings and, to store, a
+// pack across lanes. Buffers of floats that go with such a bf16 row are kept in the same order.
+struct Two { vec a, b; };
+
+inline Two operator+(Two x, Two y) { return {x.a + y.a, x.b + y.b}; }
+inline Two operator-(Two x, Two y) { return {x.a - y.a, x.b - y.b}; }
+inline Two operator*(Two x, Two y) { return {x.a * y.a, x.b * y.b}; }
+inline Two operator+(Two x, float y) { return {x.a + y, x.b + y}; }
+inline Two operator-(Two x, float y) { return {x.a - y, x.b - y}; }
+inline Two operator*(Two x, float y) { return {x.a * y, x.b * y}; }
+
+template <> inline Two load<Two>(const float* p) { return {load<vec>(p), load<vec>(p + W)}; }
+
+template <> inline Two load<Two>(const bf16* p) {
+    vec_u32 u;
+    std::memcpy(&u, p, sizeof u);
+    return {bit_cast<vec>(u << 16), bit_cast<vec>(u & 0xffff0000u)};
+}
+
+inline void store(float* p, Two v, bool stream = false) {
+    store(p, v.a, stream);
+    store(p + W, v.b, stream);
+}
+
+// Rounds as round_to_bf16 does, for values that are numbers, infinite, or a NaN that arithmetic made: its low bits are 0,
+// so that rounding carries nothing. backward_row keeps all other NaNs away.
+inline void store(bf16* p, Two v, bool stream = false) {
+    const vec_u32 a = bit_cast<vec_u32>(v.a), b = bit_cast<vec_u32>(v.b);
+    const vec_u32 even = (a + 0x7fffu + ((a >> 16) & 1u)) >> 16, odd = b + 0x7fffu + ((b >> 16) & 1u);
+    store((float*)p, bit_cast<vec>(even | (odd & 0xffff0000u)), stream);
+}
+
+// A row of C floats into the order of Two, or back; in place too.
+template <bool Back> void reorder(const float* from, float* to, int64_t C) {
+    for (int64_t j = 0; j + 2 * W <= C; j += 2 * W, from += 2 * W, to += 2 * W) {
+        float t[2 * W];
+        std::memcpy(t, from, sizeof t);
+        for (int64_t i = 0; i < W; ++i) {
+            to[Back ? 2 * i : i] = t[Back ? i : 2 * i];
+            to[Back ? 2 * i + 1 : W + i] = t[Back ? W + i : 2 * i + 1];
+        }
+    }
+    if (from != to) std::copy_n(from, C % (2 * W), to);
+}
+
 // ---- loops over one row
 
 constexpr int kTurns = 4;
@@ -122,10 +169,20 @@ struct Sum {
     vec lanes[kTurns] = {};
     float rest = 0;
 
+    void add(Two v, int turn) {
+        lanes[2 * turn] += v.a;
+        lanes[2 * turn + 1] += v.b;
+    }
     void add(vec v, int turn) { lanes[turn] += v; }
     void add(float v, int) { rest += v; }
     float total() const {
         const vec v = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+#if defined(__AVX__) && !defined(__AVX512F__)   // in registers: rows are short, and each waits for its sums
+        const __m256 u = bit_cast<__m256>(v);
+        __m128 h = _mm_add_ps(_mm256_castps256_ps128(u), _mm256_extractf128_ps(u, 1));
+        h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+        return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h))) + rest;
+#endif
         float s[W];
         std::memcpy(s, &v, sizeof v);
         for (int64_t n = W / 2; n; n /= 2)
@@ -134,11 +191,14 @@ struct Sum {
     }
 };
 
-// f(V{}, j, turn) works on the channels from j on: W of them where V is vec, one where V is float.
-template <class F> inline void for_channels(int64_t C, F f) {
+// f(V{}, j, turn) works on the channels from j on: 2W of them where V is Two, W where it is vec, one where it is float.
+// Wide is what most of them are taken as.
+template <class Wide = vec, class F> inline void for_channels(int64_t C, F f) {
+    constexpr int64_t wide = sizeof(Wide) / sizeof(float), turns = kTurns * W / wide;
     int64_t j = 0;
     for (; j + kTurns * W <= C; j += kTurns * W)
-        for (int turn = 0; turn < kTurns; ++turn) f(vec{}, j + turn * W, turn);
+        for (int turn = 0; turn < turns; ++turn) f(Wide{}, j + turn * wide, turn);
+    for (; j + wide <= C; j += wide) f(Wide{}, j, 0);
     for (; j + W <= C; j += W) f(vec{}, j, 0);
     for (; j < C; ++j) f(float{}, j, 0);
 }
@@ -151,26 +211,30 @@ template <class F> inline float sum_channels(int64_t C, F f) {
 
 // ---- forward
 
+// n rows, stage by stage. A short row is over before its sum is known, and the next stage waits for that: with several
+// rows in a stage the processor has other work meanwhile. Long rows go one by one, so that they stay in L1.
+constexpr int64_t kForwardRows = 4, kShortRow = 512;
+
 template <class X, class Y, bool Rms>
-inline void forward_row(const X* x, const float* w, const float* b, Y* y, float* rstd_out, float* mean_out, int64_t C,
-                        float eps, bool stream) {
-    float mean = 0;
-    if constexpr (!Rms) {
-        mean = sum_channels(C, [=](auto v, int64_t j) { return load<decltype(v)>(x + j); }) / C;
-        *mean_out = mean;
+inline void forward_rows(const X* x, const float* w, const float* b, Y* y, float* rstd, float* mean, int64_t n, int64_t C,
+                         float eps, bool stream) {
+    for (int64_t i = 0; !Rms && i < n; ++i)
+        mean[i] = sum_channels(C, [row = x + i * C](auto v, int64_t j) { return load<decltype(v)>(row + j); }) / C;
+    for (int64_t i = 0; i < n; ++i) {
+        // Two passes instead of E[x^2] - mean^2: the row is in L1, and no digits cancel.
+        const float var = sum_channels(C, [row = x + i * C, m = Rms ? 0 : mean[i]](auto v, int64_t j) {
+            const auto d = load<decltype(v)>(row + j) - m;
+            return d * d;
+        }) / C;
+        rstd[i] = 1 / std::sqrt(var + eps);
     }
-    // Two passes instead of E[x^2] - mean^2: the row is in L1, and no digits cancel.
-    const float var = sum_channels(C, [=](auto v, int64_t j) {
-        const auto d = load<decltype(v)>(x + j) - mean;
-        return d * d;
-    }) / C;
-    const float rstd = *rstd_out = 1 / std::sqrt(var + eps);
-    for_channels(C, [=](auto v, int64_t j, int) {
-        using V = decltype(v);
-        __builtin_prefetch(x + C + j);   // the next row, while this loop leaves the memory bus to writes
-        const V h = (load<V>(x + j) - mean) * rstd;
-        store(y + j, b ? h * load<V>(w + j) + load<V>(b + j) : h * load<V>(w + j), stream);
-    });
+    for (int64_t i = 0; i < n; ++i)
+        for_channels(C, [=, row = x + i * C, out = y + i * C, m = Rms ? 0 : mean[i], r = rstd[i]](auto v, int64_t j, int) {
+            using V = decltype(v);
+            __builtin_prefetch(row + n * C + j);   // the next rows, while this loop leaves the memory bus to writes
+            const V h = (load<V>(row + j) - m) * r;
+            store(out + j, b ? h * load<V>(w + j) + load<V>(b + j) : h * load<V>(w + j), stream);
+        });
 }
 
 // ---- backward
@@ -188,6 +252,10 @@ template <class X, class Y> struct Backward {
     bool stream;
 };
 
+template <class X, class Y>
+constexpr bool kBothBf16 = std::is_same_v<X, bf16> && std::is_same_v<Y, bf16>;
+template <class X, class Y> using Wide = std::conditional_t<kBothBf16<X, Y>, Two, vec>;
+
 // One row, twice: first its sums and its share of c_b, then, from L1 or L2, dx. Two rows at a time would load w and the
 // accumulators half as often, but was slower, by up to half: it breaks up the streams that prefetcher and write
 // buffers follow.
@@ -199,7 +267,7 @@ inline void backward_row(const Backward<X, Y>& a, int64_t row, float* acc_w, flo
     X* dx = a.dx + row * C;
     const float rstd = a.rstd[row], mean = Rms ? 0 : a.mean[row];
     Sum sum_g, sum_gh;
-    for_channels(C, [&](auto v, int64_t j, int turn) {
+    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int turn) {
         using V = decltype(v);
         const V d = load<V>(dy + j), xj = load<V>(x + j), g = d * load<V>(a.w + j);
         const V h = (Rms ? xj : xj - mean) * rstd;
@@ -209,7 +277,11 @@ inline void backward_row(const Backward<X, Y>& a, int64_t row, float* acc_w, flo
         if (!Rms) sum_g.add(g, turn);
     });
     const float slope = sum_gh.total() / C * rstd * rstd, shift = sum_g.total() / C * rstd;
-    for_channels(C, [&](auto v, int64_t j, int) {
+    if (slope != slope || shift != shift) {   // a NaN in the row reaches all of it
+        for (int64_t j = 0; j < C; ++j) store(dx + j, std::numeric_limits<float>::quiet_NaN());
+        return;
+    }
+    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) {
         using V = decltype(v);
         __builtin_prefetch(x + C + j);   // the next row, while this loop leaves the memory bus to writes
         __builtin_prefetch(dy + C + j);
@@ -264,6 +336,7 @@ template <bool Rms, bool Bias, class X, class Y> void backward_share(const Backw
         float* acc = row == s.begin && !whole ? s.head : s.tail;
         std::fill_n(acc, n, 0.f);
         for (; row < stop; ++row) backward_row<Rms, Bias>(a, row, acc, acc + a.C);
+        if (kBothBf16<X, Y>) for (int64_t from = 0; from < n; from += a.C) reorder<true>(acc + from, acc + from, a.C);
         add_to(s.total, acc, n);
         if (whole) squared_norms<Rms, Bias>(a, b, acc);
     }
@@ -328,8 +401,13 @@ inline void end_stream() {
 #endif
 }
 
-template <bool Rms, bool Bias, class X, class Y> void backward(const Backward<X, Y>& a, int threads) {
-    std::unique_ptr<float[]> buffers(new float[threads * 6 * a.C]);
+template <bool Rms, bool Bias, class X, class Y> void backward(Backward<X, Y> a, int threads) {
+    std::unique_ptr<float[]> buffers(new float[(threads * 6 + 1) * a.C]);
+    if (kBothBf16<X, Y>) {
+        float* w = buffers.get() + threads * 6 * a.C;
+        reorder<false>(a.w, w, a.C);
+        a.w = w;
+    }
     on_threads(threads, [&](int thread, int n) {
         backward_share<Rms, Bias>(a, share_of(thread, n, a.B * a.T, a.C, buffers.get()));
         if (a.stream) end_stream();
@@ -343,8 +421,11 @@ template <bool Rms, class X, class Y>
 void forward(const X* x, const float* w, const float* b, Y* y, float* stats, int64_t rows, int64_t C, float eps,
              bool stream, int threads) {
     on_threads(threads, [=](int thread, int n) {
-        for (int64_t i = rows * thread / n; i < rows * (thread + 1) / n; ++i)
-            forward_row<X, Y, Rms>(x + i * C, w, b, y + i * C, stats + i, stats + rows + i, C, eps, stream);
+        const int64_t end = rows * (thread + 1) / n, most = C <= kShortRow ? kForwardRows : 1;
+        for (int64_t i = rows * thread / n, count; i < end; i += count) {
+            count = std::min(most, end - i);
+            forward_rows<X, Y, Rms>(x + i * C, w, b, y + i * C, stats + i, stats + rows + i, count, C, eps, stream);
+        }
         if (stream) end_stream();
     });
 }

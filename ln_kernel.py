@@ -87,7 +87,7 @@ def _norm(x, weight, bias, probe, metric, eps, rms, impl):
     impl = _resolve(impl, x.device.type, x.dtype, out_dtype)
     if impl != "ref" and torch.compiler.is_compiling():   # ref is left to the compiler: it can fuse it
         return norm_forward_op(x, weight, bias, probe, metric, eps, rms, out_dtype, impl)[0]
-    return _Norm.apply(x, weight, bias, probe, metric, eps, rms, out_dtype, impl)
+    return _apply(x, weight, bias, probe, metric, (eps, rms, out_dtype, impl))
 
 
 def _check(x, weight, probe, metric, rms):
@@ -118,7 +118,8 @@ class _Norm(torch.autograd.Function):
     """Eager mode. The custom op below does the same, but with twice the overhead per call."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, probe, metric, eps, rms, out_dtype, impl):
+    def forward(ctx, x, weight, bias, probe, metric, settings):
+        eps, rms, out_dtype, impl = settings   # one argument: each has its price
         y, stats = BACKENDS[impl][0](x, weight, bias, eps, rms, out_dtype)
         ctx.save_for_backward(x, weight, stats, metric)
         ctx.args = rms, bias is not None, probe is not None
@@ -126,11 +127,17 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy):
+        if torch.is_grad_enabled():   # what once_differentiable is for, at a tenth of its price
+            raise RuntimeError("the norm layers' backward pass cannot be differentiated again: create_graph=True needs "
+                               "norm_impl='torch'")
         x, weight, stats, metric = ctx.saved_tensors
-        grads = BACKENDS[ctx.impl][1](dy, x, weight, stats, metric, *ctx.args)
-        return *grads, None, None, None, None, None
+        dx, dw, db, sq = BACKENDS[ctx.impl][1](dy, x, weight, stats, metric, *ctx.args)
+        return dx, dw, db, sq, None, None
+
+
+# Function.apply without its look for functorch transforms, which these functions do not have rules for anyway
+_apply = super(torch.autograd.Function, _Norm).apply
 
 
 # ---- ref: plain torch
@@ -185,7 +192,7 @@ def cpu_forward(x, weight, bias, eps, rms, out_dtype):
     x, w, b = x.contiguous(), _float(weight), _float(bias)
     C = x.shape[-1]
     rows = x.numel() // C
-    y = torch.empty(x.shape, dtype=out_dtype)
+    y = torch.empty_like(x, dtype=out_dtype)
     stats = torch.empty((1 if rms else 2, rows))
     _library().norm_forward(x.data_ptr(), w.data_ptr(), _ptr(b), y.data_ptr(), stats.data_ptr(), rows, C, eps, rms,
                             _CPU_DTYPES[x.dtype, out_dtype], _threads(x))
@@ -195,8 +202,8 @@ def cpu_forward(x, weight, bias, eps, rms, out_dtype):
 def cpu_backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
     dy, x, w, p = dy.contiguous(), x.contiguous(), _float(weight), _float(metric)
     B, C = x.shape[0], x.shape[-1]
-    dx, dw = torch.empty(x.shape, dtype=x.dtype), torch.empty(C)
-    db = torch.empty(C) if has_bias else None
+    dx, dw = torch.empty_like(x), torch.empty_like(w)
+    db = torch.empty_like(w) if has_bias else None
     sq = torch.empty(((1 if rms else 2) * (1 if p is None else 2), B)) if tracked else None
     _library().norm_backward(dy.data_ptr(), x.data_ptr(), w.data_ptr(), stats.data_ptr(), _ptr(p), dx.data_ptr(),
                              dw.data_ptr(), _ptr(db), _ptr(sq), B, stats.shape[1] // B, C, rms,
@@ -207,7 +214,9 @@ def cpu_backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
 
 
 def _float(t):
-    return None if t is None else t.float().contiguous()
+    if t is None or (t.dtype is torch.float32 and t.is_contiguous()):   # the usual case: calls are short, two more count
+        return t
+    return t.float().contiguous()
 
 
 def _ptr(t):

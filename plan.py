@@ -13,6 +13,7 @@ Letters: P parameters, L layers, C channels, V vocabulary, n = micro-batch x T t
 import os
 
 import configurator
+import head_loss
 import schedule
 from configurator import ConfigError
 
@@ -48,19 +49,31 @@ def block_activations(c, n, half):
     return n * (4 * 2 * c.n_embd + 4 * 2 * stats + 4 * c.n_head + half * 14 * c.n_embd)
 
 
+def chunked(c, vocab_size):
+    """Whether every step makes logits in chunks (head_loss.py): large ones, and no exact steps, which hold them whole."""
+    exact_steps = c.gns == "exact" or (c.gns == "norm" and c.gns_calibrate_tokens > 0)
+    return not exact_steps and head_loss.worth_it(c.micro_batch_size * c.block_size, vocab_size, "cpu")
+
+
 def activations(c, vocab_size, half, checkpointing):
     """{part: bytes kept for the backward pass of one micro-batch}. Cosine attention and dropout keep a little more."""
     n = c.micro_batch_size * c.block_size
     one = block_activations(c, n, half)
     stats = 1 if c.norm == "rmsnorm" else 2
-    head = n * (4 * c.n_embd + 4 * stats + half * c.n_embd + 4 * vocab_size + 2 * 8)  # final norm, softmax, ids in and out
+    head = n * (4 * c.n_embd + 4 * stats + half * c.n_embd + 2 * 8)  # final norm, its output or that one's gradient, ids
+    # softmax; or, where no logits are kept, the head's weight gradient, which the forward pass makes
+    head += 4 * vocab_size * c.n_embd if chunked(c, vocab_size) else 4 * n * vocab_size
     if checkpointing == "block":  # each block keeps its input; one at a time is recomputed, which keeps that block's share
         return {"blocks": c.n_layer * 4 * n * c.n_embd, "recomputed": one - 4 * n * c.n_embd, "head": head}
     return {"blocks": c.n_layer * one, "recomputed": 0, "head": head}
 
 
 def working_memory(c, vocab_size, half):
-    """What comes and goes at the widest place, the logits: themselves (twice under autocast) and their gradients."""
+    """What comes and goes at the widest place, the logits: themselves (twice under autocast) and their gradients, or one chunk
+    of them."""
+    n = c.micro_batch_size * c.block_size
+    if chunked(c, vocab_size):
+        return half * head_loss.rows_per_chunk(n, vocab_size) * head_loss.padded(vocab_size)
     return c.micro_batch_size * c.block_size * vocab_size * (4 if half == 4 else half + 4 + half)
 
 

@@ -278,7 +278,7 @@ def compare(groups, path="compare.png", source="auto"):
 def draw_compare(result, curves, path):
     plt = pyplot()
     figure, (loss_ax, less_ax, pareto_ax) = plt.subplots(1, 3, figsize=(15, 5), layout="constrained")
-    what = "Validation" if result["loss"] == "val" else "Smoothed training"
+    what, labels = "Validation" if result["loss"] == "val" else "Smoothed training", []
     for color, (name, runs) in zip(COLORS * 9, curves.items()):
         group = result["groups"][name]
         grid = np.linspace(max(r["tokens"][0] for r in runs), min(r["tokens"][-1] for r in runs), 200)
@@ -295,7 +295,9 @@ def draw_compare(result, curves, path):
             error = [[[at[m]["mean"] - at[m]["low"]], [at[m]["high"] - at[m]["mean"]]] for m in ("steps", "tokens")]
             pareto_ax.errorbar(at["steps"]["mean"], at["tokens"]["mean"], xerr=error[0], yerr=error[1], fmt="o", ms=8,
                                color=color, capsize=3)
-            pareto_ax.annotate(name, (at["steps"]["mean"], at["tokens"]["mean"]), xytext=(8, 6), textcoords="offset points")
+            labels.append((at["tokens"]["mean"], at["steps"]["mean"], name))
+    for i, (tokens, steps, name) in enumerate(sorted(labels)):  # neighbours one below, one above: they do not meet
+        pareto_ax.annotate(name, (steps, tokens), xytext=(8, 6 if i % 2 else -15), textcoords="offset points")
     loss_ax.set_title(f"{what} loss over tokens")
     loss_ax.set_xlabel("tokens")
     top, bottom = (pick(run["loss"]) for pick, run in ((np.median, next(iter(curves.values()))[0]), (np.min, {
@@ -383,50 +385,73 @@ def layer_numbers(rows, burn_in=0.1):
     return numbers
 
 
-def layers(out_dir, path=None):
-    """Inside the model, from a run with gns=exact: phase plot, noise scale per group and per block, and how well each group
-    predicts the total (Gray et al. 2024, figures 5 and 7). Returns (path of the PNG, the regression's numbers)."""
+def exact_rows(out_dir):
+    """The logged steps of a run with gns=exact, enough of them to say something."""
     rows = [r for r in load(out_dir) if r.get("gns/total_step_tr_sigma") is not None]
     if len(rows) < 20:
         raise ConfigError(f"{out_dir}: {len(rows)} logged steps with gns=exact, at least 20 are needed "
                           "(log_interval=1 logs all)")
+    return rows
+
+
+def draw_phase(ax, rows):
+    """Noise over signal, each group's path through the run."""
+    nan = float("nan")
+    for color, group in zip(COLORS, groups_of(rows)[0]):
+        signal, noise = (series(rows, f"gns/{group}_{part}")[1] for part in ("sq_norm", "tr_sigma"))
+        signal, noise = ([v if v and v > 0 else nan for v in values] for values in (signal, noise))
+        ax.plot(signal, noise, color=color, lw=1.2)
+        ax.plot(signal[-1:], noise[-1:], "o", color=color, label=group)
+    ax.set_title("Phase plot (dot: end of the run)")
+    ax.set_xlabel("signal, |G|²")
+    ax.set_ylabel("noise, tr Σ")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.legend()
+
+
+def draw_noise_scales(ax, rows, names, colors, title):
+    for color, name in zip(colors, names):
+        ax.plot(*series(rows, f"gns/{name}"), color=color, label=name.replace("_", " "), lw=2.4 if name == "total" else 1.5)
+    ax.set_title(title)
+    ax.set_xlabel("tokens")
+    ax.set_yscale("log")
+    ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+    ax.xaxis.set_major_formatter(lambda v, _: log.count(v))
+    ax.legend()
+
+
+def draw_fit(ax, numbers, what, title):
+    """`what` ("r" or "slope") of the regression of the total on each group, over the smoothing."""
+    half_lives = list(numbers)
+    for color, group in list(zip(COLORS[1:], numbers[half_lives[0]])):
+        values = [numbers[h][group] for h in half_lives]
+        ax.plot(half_lives, [v[what] for v in values], color=color, marker="o", ms=4,
+                label=group if what == "slope" else f"{group}: slope {values[-1]['slope']:.2f}")
+    ax.set_title(title)
+    ax.set_xlabel("smoothing half-life (tokens)")
+    ax.set_xscale("log")
+    ax.set_xticks(half_lives, minor=False)
+    ax.xaxis.set_minor_formatter(lambda *_: "")
+    ax.xaxis.set_major_formatter(lambda v, _: log.count(v))
+    if what == "r":
+        ax.set_ylim(top=1.02)
+    ax.legend()
+
+
+def layers(out_dir, path=None):
+    """Inside the model, from a run with gns=exact: phase plot, noise scale per group and per block, and how well each group
+    predicts the total (Gray et al. 2024, figures 5 and 7). Returns (path of the PNG, the regression's numbers)."""
+    rows = exact_rows(out_dir)
     path = path or os.path.join(out_dir, "layers.png")
     (kinds, blocks), numbers = groups_of(rows), layer_numbers(rows)
     plt = pyplot()
     figure, ((phase, over), (depth, fit)) = plt.subplots(2, 2, figsize=(11, 8.2), layout="constrained")
-    nan = float("nan")
-    for color, group in zip(COLORS, kinds):
-        signal, noise = (series(rows, f"gns/{group}_{part}")[1] for part in ("sq_norm", "tr_sigma"))
-        signal, noise = ([v if v and v > 0 else nan for v in values] for values in (signal, noise))
-        phase.plot(signal, noise, color=color, lw=1.2)
-        phase.plot(signal[-1:], noise[-1:], "o", color=color, label=group)
-        over.plot(*series(rows, f"gns/{group}"), color=color, label=group, lw=2.4 if group == "total" else 1.5)
-        if group != "total":
-            half_lives = list(numbers)
-            fit.plot(half_lives, [numbers[h][group]["r"] for h in half_lives], color=color, marker="o", ms=4,
-                     label=f"{group}: slope {numbers[half_lives[-1]][group]['slope']:.2f}")
-    shades = plt.get_cmap("viridis")
-    for i, block in enumerate(blocks):
-        depth.plot(*series(rows, f"gns/{block}"), color=shades(0.9 * i / len(blocks)), label=block.replace("_", " "))
-    for ax, title, x, y in ((phase, "Phase plot (dot: end of the run)", "signal, |G|²", "noise, tr Σ"),
-                            (over, "Noise scale by group (sequences)", "tokens", ""),
-                            (depth, "Noise scale by block (sequences)", "tokens", ""),
-                            (fit, "Pearson r with the total", "smoothing half-life (tokens)", "")):
-        ax.set_title(title)
-        ax.set_xlabel(x)
-        ax.set_ylabel(y)
-        ax.legend()
-    phase.set_xscale("log")
-    phase.set_yscale("log")
-    fit.set_xscale("log")
-    fit.set_ylim(top=1.02)
-    fit.set_xticks(list(numbers), minor=False)
-    fit.xaxis.set_minor_formatter(lambda *_: "")
-    for ax in (over, depth):
-        ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-    for ax in (over, depth, fit):
-        ax.xaxis.set_major_formatter(lambda v, _: log.count(v))
+    draw_phase(phase, rows)
+    draw_noise_scales(over, rows, kinds, COLORS, "Noise scale by group (sequences)")
+    shades = [plt.get_cmap("viridis")(0.9 * i / len(blocks)) for i in range(len(blocks))]
+    draw_noise_scales(depth, rows, blocks, shades, "Noise scale by block (sequences)")
+    draw_fit(fit, numbers, "r", "Pearson r with the total")
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path, numbers

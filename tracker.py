@@ -137,7 +137,7 @@ class Tracker:
         return everyone.view(-1)
 
     def sum_over_ranks(self, record):
-        if self.ranks.world == 1:
+        if self.ranks.world == 1 or not record:
             return record
         flat = self.ranks.sum(torch.cat([t.reshape(-1) for t in record.values()]))
         return {name: piece.view(t.shape) for (name, t), piece in

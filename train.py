@@ -44,6 +44,8 @@ def train(config, ranks, device):
     dtype = hardware.pick_dtype(config.dtype, device)
     if device == "cpu":
         hardware.prepare_cpu()
+    elif config.tf32:
+        torch.set_float32_matmul_precision("high")
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
     saved = ranks.guard(lambda: load_for_resume(config, data, mmap=ranks.world > 1))
     branched = bool(saved and saved.get("branched"))
@@ -194,7 +196,7 @@ def train(config, ranks, device):
             x, y = data.train_batch(config.seed, first, config.micro_batch_size, device)
             ranks.sync(run_model, last=micro == accum - 1)
             with autocast:
-                _, loss = run_model(x, y, **measure)
+                loss = run_model(x, y, **measure)[1]  # no name for the logits: they would live through the backward pass
             scaler.scale(loss / accum).backward()
             loss_sum += loss.detach() / accum
             tracker.take(measure, accum)
@@ -205,20 +207,25 @@ def train(config, ranks, device):
         pending.append((record, tracker.mode, B, step_tokens))
         stats.before_update()
 
-        # -- update; AdamW's fused kernel leaves everything as it was where `bad` is 1, without asking the host
+        # -- update; AdamW's fused kernel leaves everything as it was where `bad` is 1, without asking the host, and divides
+        # gradients by `excess` on its way: clipping without a pass over them
+        excess = None
         if config.grad_clip > 0:
-            clip = torch.clamp(config.grad_clip / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0)
-            torch._foreach_mul_([distributed.local(p.grad) for p in model.parameters()], clip)
+            excess = torch.clamp((record["param_sq"].sum().sqrt() + 1e-6) / config.grad_clip, min=1.0)
         for group in optimizer.param_groups:
             group["lr"], group["betas"] = lr, (config.beta1, beta2)
             group["weight_decay"] = weight_decay if group["weight_decay"] else 0.0
-        if scaler.is_enabled():
-            scaler.step(optimizer)
-            scaler.update()
-        else:
-            optimizer.found_inf = record["bad"]
-            if device != "mps" or not record["bad"]:  # Metal's fused kernel does not look at found_inf: ask the host there
+        if scaler.is_enabled() or device == "mps":  # fp16's scaler, and Metal's kernel, do not look at these two
+            if excess is not None:
+                torch._foreach_div_([distributed.local(p.grad) for p in model.parameters()], excess)
+            if scaler.is_enabled():
+                scaler.step(optimizer)
+                scaler.update()
+            elif not record["bad"]:
                 optimizer.step()
+        else:
+            optimizer.grad_scale, optimizer.found_inf = excess, record["bad"]
+            optimizer.step()
         record.update(tracker.sum_over_ranks(stats.after_update()))
         optimizer.zero_grad(set_to_none=True)
 
@@ -241,6 +248,7 @@ def train(config, ranks, device):
         if state["step"] % config.log_interval == 0 or done:
             seconds = clock.seconds()
             rate = (state["tokens"] - logged_tokens) / (seconds - logged_seconds)
+            ceiling = max(ceiling, rate * model.flops_per_token())  # it may have been measured in a bad moment
             left = max(0, end_tokens - state["tokens"]) * (seconds - start_seconds) / (state["tokens"] - start_tokens)
             row = {"step": state["step"], "tokens": state["tokens"], "examples": state["examples"],
                    "train/loss": last["loss"], "lr": lr, "batch_size": B, "accum": accum,
@@ -328,9 +336,9 @@ def validation_loss(model, data, config, device, autocast, ranks=None):
 def describe(row, config, seconds_left):
     """The line of a logged step."""
     noise = "gns off" if config.gns == "off" else "gns undetermined"
-    found = log.noise(row, log.noise_key([row]))
-    if found:
-        noise = "gns {:.3g} [{:.3g}, {:.3g}]".format(*found)
+    key = log.noise_key([row])
+    if log.noise(row, key):
+        noise = "{} {:.3g} [{:.3g}, {:.3g}]".format("norm gns" if key == "gns/norm" else "gns", *log.noise(row, key))
     return (f"step {row['step']:>6} | {log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%} | "
             f"loss {row['train/loss']:.4f} | batch {row['batch_size']:>3} | {noise:<22} | "
             f"{log.count(row['tok_per_sec']):>5} tok/s, mfu {row['mfu']:3.0%} | {log.duration(seconds_left)} left"

@@ -2,11 +2,12 @@
 What the experiments share: arguments, cached runs of train.py, and the numbers file.
 
 Every experiment is `python experiments/<name>.py [--tiny] [--seeds N] [--config FILE] [--device D] [--key=value ...]`. It
-leaves its runs in out/<name> (finished ones are not run again, broken ones go on) and results/<name>.json and .png, and prints what
-the paper says and what was found here.
+leaves its runs in out/<name> (finished ones are not run again, broken ones go on), results/<name>.json and results/<name>.png,
+and prints what the paper says and what was found here.
 """
 
 import argparse
+import dataclasses
 import os
 import sys
 import time
@@ -17,6 +18,7 @@ sys.path.insert(0, ROOT)
 import checkpoint  # noqa: E402
 import configurator  # noqa: E402
 import hardware  # noqa: E402
+import jobs  # noqa: E402
 import log  # noqa: E402
 import sweep  # noqa: E402
 
@@ -26,15 +28,15 @@ TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, b
             checkpoint_tokens=0, device="cpu", dtype="float32", compile="False")
 
 
-def parse(argv, name, doc, seeds=1, settings=None, tiny=None):
+def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None):
     """(args, Config) of an experiment's command line. `settings` are its own on top of the quickstart; a --config given by
-    the user replaces both, --key=value comes last."""
+    the user replaces both, --key=value comes last. Experiments on the same runs name the same `folder`."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", help="a config file; default: the quickstart with this experiment's settings")
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its share of the cores")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
-    parser.add_argument("--out", default=f"out/{name}", help="where the runs go")
+    parser.add_argument("--out", default=f"out/{folder or name}", help="where the runs go")
     parser.add_argument("--results", default=os.path.join(ROOT, "results"), help="where numbers and picture go")
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, to see that everything works")
     args, overrides = parser.parse_known_args(argv)
@@ -69,16 +71,19 @@ class Runs:
         return [r["val/loss"] for r in self.rows(name) if "val/loss" in r][-1]
 
     def do(self, wanted):
-        """wanted {name: changes to the config}: run those that are not finished yet."""
-        jobs = []
-        for name, changes in wanted.items():
-            end = changes.get("stop_tokens") or changes.get("max_tokens") or self.config.stop_tokens or self.config.max_tokens
-            if sweep.tokens_done(self.path(name)) < end:
-                jobs.append(lambda name=name, changes=changes: self.one(name, changes))
-        print(f"{len(jobs)} of {len(wanted)} runs to do, {self.args.jobs} at a time", flush=True)
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, hardware.usable_cores() // self.args.jobs)))
+        """wanted {name: changes to the config}: run those that are not finished yet. One of other settings is an error."""
+        missing = []
         try:
-            sweep.run_all(jobs, 1 if self.args.tiny else self.args.jobs)
+            for name, changes in wanted.items():
+                config = dataclasses.replace(self.config, **{**changes, "out_dir": self.path(name)})
+                done = sweep.tokens_done(config.out_dir)
+                if done >= 0:
+                    jobs.same_settings(config, jobs.read_config(config.out_dir))
+                if done < (config.stop_tokens or config.max_tokens):
+                    missing.append(lambda name=name, changes=changes: self.one(name, changes))
+            print(f"{len(missing)} of {len(wanted)} runs to do, {self.args.jobs} at a time", flush=True)
+            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, hardware.usable_cores() // self.args.jobs)))
+            sweep.run_all(missing, 1 if self.args.tiny else self.args.jobs)
         except configurator.ConfigError as e:
             configurator.die(e)
 
@@ -95,7 +100,7 @@ def write(args, config, paper, finding, numbers):
     path = os.path.join(args.results, args.name)
     settings = {k: v for k, v in vars(config).items() if v != configurator.FIELDS[k].default and k not in ("out_dir", "device")}
     checkpoint.write_json(path + ".json", {"command": args.command, "paper": paper, "finding": finding, **numbers,
-                                           "settings": settings, "seconds": round(time.time() - args.started),
+                                           "settings": settings, "last_command_seconds": round(time.time() - args.started),
                                            **hardware.facts(hardware.pick_device(config.device))})
     print(f"\n{paper}\n{finding}\n{path}.json {path}.png", flush=True)
     return path + ".png"

@@ -37,6 +37,33 @@ def tiny_data(tmp_path_factory):
 
 
 @pytest.fixture
+def tiny(tmp_path, tiny_data, monkeypatch):
+    """tiny(module, *arguments): an experiment in its tiny setting; returns its numbers file. tiny.runs: folders it ran."""
+    import plot
+    import sweep
+    monkeypatch.setattr(plot, "report", lambda out_dir: f"{out_dir}/report.png")  # not every run's picture
+    real = sweep.run_training
+
+    def run_training(config, **changes):
+        run.runs.append(os.path.basename(changes["out_dir"]))
+        return real(config, **changes)
+
+    def run(module, *arguments):
+        name = module.__name__
+        assert module.main(["--tiny", "--out", str(tmp_path / "out"), "--results", str(tmp_path), f"--dataset={tiny_data}",
+                            *arguments]) == 0
+        assert os.path.getsize(tmp_path / f"{name}.png") > 10_000
+        with open(tmp_path / f"{name}.json") as f:
+            result = json.load(f)
+        assert result["paper"].startswith("The paper") and result["finding"].startswith("Here")
+        assert str(tmp_path) not in json.dumps(result), "no path of this machine in a committed file"
+        return result
+    run.runs = []
+    monkeypatch.setattr(sweep, "run_training", run_training)
+    return run
+
+
+@pytest.fixture
 def tiny_args(tiny_data):
     """Command line of a tiny run: tiny_args(out_dir=..., key=value ...)."""
     def args(**overrides):

@@ -1,7 +1,10 @@
 """The benchmarks run, compare what they say they compare, and write what they print."""
 
 import json
+import multiprocessing.dummy
+import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -68,3 +71,213 @@ def test_peak_bytes_sees_what_a_step_allocates_and_gives_back():
     big = 1 << 20
     assert bench.peak_bytes(lambda: torch.zeros(big)) == 4 * big
     assert bench.peak_bytes(lambda: [torch.zeros(big) for _ in range(3)]) == 12 * big
+
+
+# ---- step --against: a stand-in for a nanoGPT checkout, with its interface and names
+
+STAND_IN = '''
+from dataclasses import dataclass
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+@dataclass
+class GPTConfig:
+    block_size: int = 8
+    vocab_size: int = 11
+    n_layer: int = 1
+    n_head: int = 1
+    n_embd: int = 8
+    dropout: float = 0.0
+    bias: bool = True
+
+def part(**modules):
+    return nn.ModuleDict(modules)
+
+class GPT(nn.Module):
+    def __init__(self, c):
+        super().__init__()
+        print("speaks while it is made")
+        C, self.heads = c.n_embd, c.n_head
+        self.transformer = part(
+            wte=nn.Embedding(c.vocab_size, C), wpe=nn.Embedding(c.block_size, C), ln_f=nn.LayerNorm(C),
+            h=nn.ModuleList(part(ln_1=nn.LayerNorm(C), attn=part(c_attn=nn.Linear(C, 3 * C), c_proj=nn.Linear(C, C)),
+                                 ln_2=nn.LayerNorm(C), mlp=part(c_fc=nn.Linear(C, 4 * C), c_proj=nn.Linear(4 * C, C)))
+                            for _ in range(c.n_layer)))
+        self.lm_head = nn.Linear(C, c.vocab_size, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+
+    def forward(self, idx, targets):
+        t, (B, T) = self.transformer, idx.shape
+        x = t["wte"](idx) + t["wpe"](torch.arange(T))
+        for b in t["h"]:
+            q, k, v = (u.view(B, T, self.heads, -1).transpose(1, 2) for u in b["attn"]["c_attn"](b["ln_1"](x)).chunk(3, -1))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + b["attn"]["c_proj"](y.transpose(1, 2).reshape(B, T, -1))
+            x = x + b["mlp"]["c_proj"](F.gelu(SCALE * b["mlp"]["c_fc"](b["ln_2"](x))))
+        logits = self.lm_head(t["ln_f"](x))
+        return logits, F.cross_entropy(logits.view(B * T, -1), targets.view(-1))
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        named = list(self.named_parameters())
+        groups = [{"params": [p for _, p in named if p.dim() >= 2], "weight_decay": weight_decay},
+                  {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0}]
+        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas)
+'''
+
+
+def run_against(path, out, monkeypatch):
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", f"--against={path}", "--models=tiny", "--seconds=0",
+                                            "--rounds=2", f"--out={out}"])
+    return bench.main()
+
+
+@pytest.fixture
+def tiny_bench(monkeypatch):
+    import bench_tools
+    shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
+    monkeypatch.setitem(bench_tools.MODELS, "tiny", (shape, 3))
+
+
+@pytest.mark.parametrize("scale, code", [("1", 0), ("3", 1)])
+def test_against_times_both_in_turns_and_tells_whether_the_losses_agree(tiny_bench, tmp_path, monkeypatch, capfd, scale, code):
+    if code:  # threads in place of processes, which once is enough to start
+        monkeypatch.setattr("multiprocessing.get_context", lambda _: multiprocessing.dummy)
+    (tmp_path / "model.py").write_text(STAND_IN.replace("SCALE", scale))
+    assert run_against(tmp_path, tmp_path / "a.json", monkeypatch) == code
+    report = json.load(open(tmp_path / "a.json"))
+    row = report["models"]["tiny"]
+    assert row["ours"]["n"] == row["theirs"]["n"] == 2 and len(row["losses"]["ours"]) == 5
+    assert row["ratio"][0] <= row["ratio"][1] <= row["ratio"][2] and row["losses_agree"] == (code == 0)
+    assert row["losses"]["ours"][0] != row["losses"]["ours"][1]
+    assert str(tmp_path) not in json.dumps(report)
+    out = capfd.readouterr().out
+    assert ("DISAGREE" in out) == (code == 1) and "speaks" not in out
+
+
+@pytest.mark.parametrize("text, words", [
+    (None, "there is no model.py"), ("import nowhere_to_be_found", "does not import"), ("class GPT: pass", "has no GPTConfig")])
+def test_what_is_no_checkout_is_one_clear_line(tiny_bench, tmp_path, monkeypatch, capsys, text, words):
+    if text is not None:
+        (tmp_path / "model.py").write_text(text)
+    with pytest.raises(SystemExit) as e:
+        run_against(tmp_path, tmp_path / "a.json", monkeypatch)
+    message = capsys.readouterr().err
+    assert e.value.code == 2 and words in message and message.startswith("error: --against=") and message.count("\n") == 1
+
+
+# ---- profile
+
+
+class Slow(torch.autograd.Function):
+    """Takes a second of a clock that stands still otherwise, forward, and two backward."""
+
+    @staticmethod
+    def forward(ctx, x, wait):
+        ctx.wait = wait
+        wait(1.0)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.wait(2.0)
+        return g, None
+
+
+def profile_once(monkeypatch, slow_part=None, **shape):
+    import bench_profile
+    now = [0.0]
+
+    def wait(seconds):
+        now[0] += seconds
+
+    def tick():
+        wait(1e-6)
+        return now[0]
+    monkeypatch.setattr(bench_profile.time, "perf_counter", tick)
+    shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11) | shape
+    step = bench_profile.Step(shape, 3, "norm")
+    if slow_part:
+        owner, name = slow_part(step.model)
+        real = getattr(type(owner), name)
+        monkeypatch.setattr(type(owner), name, lambda self, x, *a: real(self, Slow.apply(x, wait), *a))
+    start = now[0]
+    parts = bench_profile.profiled(step, lambda: bench.batch_of(shape, 3))
+    return parts, now[0] - start
+
+
+def test_the_profiles_parts_add_up_to_the_step(monkeypatch):
+    import bench_profile
+    parts, wall = profile_once(monkeypatch)
+    assert {part for _, part in parts} == set(bench_profile.PARTS)
+    assert sum(parts.values()) == pytest.approx(wall, abs=1e-4)  # but for the hooks being put on
+    assert all(parts["backward", part] > 0 for part in ("embedding", "norms", "attention", "MLP", "head + loss"))
+
+
+@pytest.mark.parametrize("shape", [{}, {"activation_checkpointing": "block"}], ids=str)
+@pytest.mark.parametrize("slow_part, part, times", [
+    (lambda m: (m.h[0].mlp, "forward"), "MLP", 2), (lambda m: (m.h[0].attn, "forward"), "attention", 2),
+    (lambda m: (m.ln_f, "forward"), "norms", 5)])
+def test_a_slowed_part_shows_up_there_and_nowhere_else(monkeypatch, slow_part, part, times, shape):
+    parts, _ = profile_once(monkeypatch, slow_part, **shape)
+    again = (times if part != "norms" else 4) if shape else 0  # recomputed blocks run forward once more, in backward
+    assert parts["forward", part] == pytest.approx(times, abs=0.01)
+    assert parts["backward", part] == pytest.approx(2 * times + again, abs=0.01)
+    assert sum(parts.values()) == pytest.approx(3 * times + again, abs=0.05)
+
+
+def test_profile_writes_a_table_for_a_model_and_a_config_file(tiny_bench, tmp_path, monkeypatch, capsys):
+    config = tmp_path / "small.py"
+    config.write_text("n_layer = n_head = 1\nn_embd = block_size = 8\nmicro_batch_size = batch_size = batch_size_start = 2\n")
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "profile", f"--models=tiny,{config}", "--seconds=0", "--rounds=2",
+                                            f"--out={tmp_path}/p.json"])
+    bench.main()
+    report = json.load(open(tmp_path / "p.json"))
+    out = capsys.readouterr().out
+    for row in report["models"].values():
+        assert sum(part["ms"] for part in row["parts"].values()) == pytest.approx(row["step_ms"])
+        assert sum(part["share"] for part in row["parts"].values()) == pytest.approx(1)
+        assert row["parts"]["MLP"]["flops"] > 0 and 0 < row["mfu"]
+    assert "head + loss" in out and "the step" in out and str(tmp_path) not in report["command"]
+
+
+def test_flops_by_part_are_those_of_the_model():
+    import bench_profile
+    from model import GPT, GPTConfig
+    shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
+    assert sum(bench_profile.flops(shape, 3).values()) == 24 * GPT(GPTConfig(**shape)).flops_per_token()
+
+
+def test_data_compares_with_tiktoken_and_measures_memory(tmp_path, monkeypatch, capsys):
+    import bench_data
+    from data import tokens
+
+    class Words:
+        """In place of GPT-2's BPE, which may not be on this machine."""
+
+        def encode_to_numpy(self, text, **_):
+            return np.array([len(word) for word in text.split()], dtype=np.uint32)
+
+        def encode_ordinary_batch(self, texts, num_threads):
+            seen.append("".join(texts))
+            return [list(self.encode_to_numpy(text)) for text in texts]
+    seen = []
+    monkeypatch.setattr(tokens, "load_bpe", Words)
+    monkeypatch.setattr(bench_data, "peak_memory", lambda path, folder: os.path.getsize(path))
+    (tmp_path / "book.txt").write_text("one two three\nfour five\n" * 100)
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "data", f"--text={tmp_path}/book.txt", "--megabytes=0.3", "--seconds=0",
+                                            "--rounds=2", f"--out={tmp_path}/d.json"])
+    bench.main()
+    report = json.load(open(tmp_path / "d.json"))
+    assert report["speed"]["ratio"] > 0 and report["memory_ratio"] == pytest.approx(10, rel=0.1)
+    assert len(seen[0]) == report["text_bytes"][0] >= 300_000 and "ours / tiktoken" in capsys.readouterr().out
+    assert str(tmp_path) not in json.dumps(report)
+
+
+def test_startup_times_the_first_lines_of_a_run(tmp_path, monkeypatch, capsys, tiny_args):
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "startup", "--starts=1", f"--out={tmp_path}/s.json", "--",
+                                            *tiny_args(max_tokens=640)])
+    bench.main()
+    starts = json.load(open(tmp_path / "s.json"))["starts"]
+    first, evaluation, step = (starts[name]["median_ms"] for name in ("first line", "evaluation", "first logged step"))
+    assert 0 < first <= evaluation <= step

@@ -26,6 +26,8 @@ from tests.conftest import ROOT, TINY
 # 50 steps with a linear ramp from 4 to 16 sequences; on n ranks the micro-batch is 4 / n, so that batches are the same
 RUN = dict(TINY, max_tokens=6700, warmup_tokens=320, eval_tokens=3400, checkpoint_tokens=3400, gns_half_life_tokens=2000)
 SHORT = dict(RUN, max_tokens=640, checkpoint_tokens=0, eval_tokens=0)
+# a ramp is rounded to micro-batches of all processes: with a constant batch one process takes the same
+STATS = dict(grad_stats=True, batch_schedule="constant", batch_size=8)
 
 WHOLE = dict(max_tokens=16_000, checkpoint_tokens=1000, dropout=0.1, log_interval=3)
 
@@ -135,7 +137,7 @@ def runs(tmp_path_factory, tiny_data):
         "gns": dict(batch_schedule="gns", gns_calibrate_tokens=0, batch_gns_factor=8, gns_half_life_tokens=500,
                     max_tokens=3200),
         "file": dict(batch_schedule="file", batch_file=str(folder / "batches.txt")),
-        "stats-ddp": dict(grad_stats=True), "stats-fsdp": dict(grad_stats=True, parallel="fsdp"),
+        "stats-ddp": STATS, "stats-fsdp": dict(STATS, parallel="fsdp"),
         "cross": dict(gns_crosscheck=True), "bf16-ddp": dict(dtype="bfloat16"),
         "bf16-fsdp": dict(dtype="bfloat16", parallel="fsdp", activation_checkpointing="block"),
         "fp16-fsdp": dict(dtype="float16", parallel="fsdp", tie_weights=False), "whole": WHOLE}.items()]
@@ -155,7 +157,7 @@ def runs(tmp_path_factory, tiny_data):
 
 def test_grad_stats_are_those_of_one_process_with_the_same_micro_batches(runs, tmp_path, tiny_data, monkeypatch):
     monkeypatch.setattr(train, "summary", lambda config: "")
-    assert train.main(as_args(dict(SHORT, dataset=tiny_data, out_dir=tmp_path, micro_batch_size=2, grad_stats=True))) == 0
+    assert train.main(as_args(dict(SHORT, dataset=tiny_data, out_dir=tmp_path, micro_batch_size=2, **STATS))) == 0
     for a, ddp, fsdp in zip(steps(tmp_path), steps(runs / "2-stats-ddp"), steps(runs / "2-stats-fsdp")):
         for key in ("grad/coherence_total", "grad/mean", "grad/variance", "adam/snr", "update/norm", "update/ratio"):
             assert ddp[key] == pytest.approx(a[key], rel=2e-3, abs=1e-7), key
@@ -269,8 +271,8 @@ def test_ranks_that_come_apart_stop_the_run_with_the_name_of_the_rank(runs):
 
 def test_only_rank_0_writes_and_speaks(runs):
     out = (runs / "out2").read_text()
-    assert out.count("step      3 |") == 11  # each run once; the twelfth stops at step 1
-    assert out.count("parameters on cpu") == 12 and out.count("gns_adam is off") == 1
+    assert out.count("step      3 |") == 13  # each run once; the last stops at step 1
+    assert out.count("parameters on cpu") == 14 and out.count("gns_adam is off") == 1
     left = {f.name for f in (runs / "2-ddp-norm").iterdir() if not f.name.startswith("ckpt-")}
     assert left == {"ckpt.pt", "config.json", "log.jsonl"}
     assert json.load(open(runs / "2-ddp-norm" / "config.json"))["processes"] == 2

@@ -1,4 +1,3 @@
-import json
 import os
 import sys
 
@@ -9,35 +8,6 @@ sys.path.insert(0, os.path.join(ROOT, "experiments"))
 
 import batch_schedule  # noqa: E402
 import common  # noqa: E402
-
-import sweep  # noqa: E402
-
-
-@pytest.fixture
-def tiny(tmp_path, tiny_data, monkeypatch):
-    """tiny(module, *arguments): an experiment in its tiny setting; returns its numbers file. tiny.runs: folders it ran."""
-    import plot
-    monkeypatch.setattr(plot, "report", lambda out_dir: f"{out_dir}/report.png")  # not every run's picture
-    real = sweep.run_training
-
-    def run_training(config, **changes):
-        run.runs.append(os.path.basename(changes["out_dir"]))
-        return real(config, **changes)
-
-    def run(module, *arguments):
-        name = module.__name__
-        assert module.main(["--tiny", "--out", str(tmp_path / "out"), "--results", str(tmp_path), f"--dataset={tiny_data}",
-                            *arguments]) == 0
-        assert os.path.getsize(tmp_path / f"{name}.png") > 10_000
-        with open(tmp_path / f"{name}.json") as f:
-            result = json.load(f)
-        assert result["paper"].startswith("The paper") and result["finding"].startswith("Here")
-        assert str(tmp_path) not in json.dumps(result), "no path of this machine in a committed file"
-        return result
-    run.runs = []
-    monkeypatch.setattr(sweep, "run_training", run_training)
-    return run
-
 
 # -- common.py
 
@@ -63,6 +33,9 @@ def test_the_batch_schedule_experiment_runs_reports_and_is_not_run_twice(tiny, c
     assert list(result["groups"])[0] == "fixed" and {"linear", "gns", "constant 4", "constant 32"} <= set(result["groups"])
     tiny(batch_schedule, "--seeds", "1")
     assert len(tiny.runs) == 18, "nothing is run again"
+    with pytest.raises(SystemExit):
+        tiny(batch_schedule, "--seeds", "1", "--n_embd=32")
+    assert "holds a run with other settings: n_embd is 32, there it is 16" in capsys.readouterr().err
 
 
 def test_the_finding_says_what_came_out_whichever_way():

@@ -275,7 +275,23 @@ def test_nan_and_inf_reach_output_and_norms_of_their_example_only(bad, impl, dty
     assert y[1, :2].isfinite().all() and y[0].isfinite().all() and db.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "autocast", "bfloat16"])
+def test_a_weight_that_is_not_a_number_reaches_every_input_gradient(dtype):
+    case = Case((3, 5, 37), dtype=dtype)
+    case.w.view(torch.int32)[3] = torch.iinfo(torch.int32).max   # all bits set: rounding must not carry into the sign
+    y, dx, dw, db, sq = case.ours("cpu")
+    assert dx.isnan().all() and y[..., 3].isnan().all() and y[..., 4].isfinite().all()
+    assert dw.isfinite().all() and sq.isfinite().all(), "weight.grad does not depend on the weight"
+
+
 # ---- errors
+
+def test_a_second_derivative_is_refused_and_not_wrong():
+    x = torch.randn(2, 3, 5, requires_grad=True)
+    y = ln_kernel.layer_norm(x, torch.ones(5))
+    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
 
 @pytest.mark.parametrize("call, message", [
     (lambda x, w, p: ln_kernel.layer_norm(x, w, probe=p, impl="torch"), "impl='torch' has no per-example norms"),

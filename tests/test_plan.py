@@ -75,6 +75,19 @@ def test_activations_are_the_bytes_that_autograd_keeps(shape, dtype, mode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_logits_are_not_kept_unless_steps_are_exact(dtype, monkeypatch):
+    half = 4 if dtype == torch.float32 else 2
+    config, model = pair(gns_calibrate_tokens=0)
+    usual = plan.activations(config, V, half, "none")["head"], plan.working_memory(config, V, half)
+    monkeypatch.setattr(plan.head_loss, "WORTH_BYTES", 0)
+    expected = sum(plan.activations(config, V, half, "none").values())
+    assert expected == pytest.approx(kept_bytes(model, config, dtype, "norm")[0], rel=0.005)
+    assert plan.activations(pair()[0], V, half, "none")["head"] == usual[0]  # which calibrates
+    monkeypatch.setattr(plan.head_loss, "CHUNK_BYTES", 4 * V * 8)
+    assert plan.working_memory(config, V, half) < usual[1] / 8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_checkpointed_blocks_keep_their_inputs_only(dtype):
     config, model = pair(activation_checkpointing="block", n_layer=4)
     half = 4 if dtype == torch.float32 else 2

@@ -1,0 +1,220 @@
+"""
+bench.py step --against PATH: our training step beside that of a nanoGPT checkout, which the user supplies.
+
+Each side lives in a process of its own for the whole benchmark, since how memory is kept between steps (hardware.prepare_cpu)
+is a setting of the process: ours is set as train.py sets it, theirs is left alone. The two take turns, the other one waiting.
+Both start from the same weights and read the same batches with the same number of threads. Their step is the body of their
+training loop on a CPU: forward, backward, clip_grad_norm_, optimizer.step, zero_grad, with the optimizer that their
+configure_optimizers makes. Ours has the noise scale of the norm layers on top.
+"""
+
+import contextlib
+import importlib.util
+import io
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+
+import torch
+
+import bench_tools
+import hardware
+from bench_tools import Step, batch_of, quartiles, spread, write_json
+from configurator import ConfigError, die
+from model import GPT, GPTConfig
+
+LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0  # as bench_tools.adamw
+LOSS_STEPS = 5  # the losses of so many steps from the same weights are compared
+LOSS_TOLERANCE = 1e-4  # nats: rounding gives 1e-6; a wrong weight, mask or scale 1e-2 and more
+NAMES = {"wte": "transformer.wte", "wpe": "transformer.wpe", "h": "transformer.h", "ln_f": "transformer.ln_f",
+         "lm_head": "lm_head"}
+
+
+def their_module(path):
+    """model.py of the checkout, under a name of its own; one line that says what is missing if it is none."""
+    file = os.path.join(path, "model.py")
+    expected = "expected the folder of a nanoGPT checkout, whose model.py has GPT and GPTConfig"
+    if not os.path.isfile(file):
+        raise ConfigError(f"--against={path}: there is no model.py; {expected}")
+    spec = importlib.util.spec_from_file_location("against_model", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["against_model"] = module  # dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as e:
+        raise ConfigError(f"--against={path}: its model.py does not import ({type(e).__name__}: {e}); {expected}") from None
+    missing = [n for n in ("GPT", "GPTConfig") if not hasattr(module, n)]
+    missing += [] if missing or hasattr(module.GPT, "configure_optimizers") else ["GPT.configure_optimizers"]
+    if missing:
+        raise ConfigError(f"--against={path}: its model.py has no {' and no '.join(missing)}; {expected}")
+    return module
+
+
+def their_model(path, shape):
+    module = their_module(path)
+    try:
+        return module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=True))
+    except Exception as e:
+        raise ConfigError(f"--against={path}: its GPT cannot be made for {shape} ({type(e).__name__}: {e})") from None
+
+
+def their_names(state):
+    """Our state_dict under nanoGPT's names."""
+    return {".".join([NAMES[name.split(".")[0]], *name.split(".")[1:]]): value for name, value in state.items()}
+
+
+def load_theirs(model, state, path):
+    wanted = {k: v for k, v in model.state_dict().items() if not k.endswith(".attn.bias")}  # old ones: the causal mask
+    renamed = their_names(state)
+    wrong = sorted(k for k in wanted.keys() | renamed.keys()
+                   if k not in wanted or k not in renamed or wanted[k].shape != renamed[k].shape)
+    if wrong:
+        raise ConfigError(f"--against={path}: its GPT does not have nanoGPT's parameters: {wrong[0]} is missing or has "
+                          f"another shape ({len(wrong)} differ)")
+    model.load_state_dict(renamed, strict=False)
+
+
+def our_side(shape, micro, state, _path):
+    hardware.prepare_cpu()
+    step = Step(shape, micro, "norm")
+    step.model.load_state_dict(state)
+    return step.step
+
+
+def their_side(shape, micro, state, path):
+    with contextlib.redirect_stdout(io.StringIO()):  # it reports while it is made
+        model = their_model(path, shape)
+        load_theirs(model, state, path)
+        optimizer = model.configure_optimizers(WEIGHT_DECAY, LEARNING_RATE, BETAS, "cpu")
+
+    def step(x, y):
+        _, loss = model(x, y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+    return step
+
+
+def work(connection, side, shape, micro, weights, path, threads):
+    """The life of one side's process: (first batch, steps) in, (seconds, losses) out, None ends it."""
+    try:
+        torch.set_num_threads(threads)
+        step = side(shape, micro, torch.load(weights), path)
+        connection.send("ready")
+    except ConfigError as e:
+        connection.send(str(e))
+        return
+    except Exception as e:
+        connection.send(f"{'ours' if side is our_side else path} failed: {type(e).__name__}: {e}")
+        return
+    while (task := connection.recv()) is not None:
+        batches = [[ids.contiguous() for ids in batch_of(shape, micro, number)] for number in range(task[0], sum(task))]
+        start = time.perf_counter()
+        losses = [step(x, y) for x, y in batches]
+        seconds = time.perf_counter() - start
+        connection.send((seconds, [float(loss) for loss in losses]))
+
+
+class Side:
+    """One side, from the process that asks."""
+
+    def __init__(self, *args):
+        context = multiprocessing.get_context("spawn")  # nothing of this process's settings
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=work, args=(theirs, *args))
+        self.process.daemon = True
+        self.process.start()
+
+    def receive(self):
+        try:
+            return self.connection.recv()
+        except EOFError:
+            self.process.join()
+            raise ConfigError(f"a benchmark process ended with exit code {self.process.exitcode}: its own output says "
+                              "why, and -9 is out of memory") from None
+
+    def ready(self):
+        answer = self.receive()
+        if answer != "ready":
+            raise ConfigError(answer)
+
+    def run(self, first, steps):
+        self.connection.send((first, steps))
+        return self.receive()
+
+    def close(self):
+        if self.process.is_alive():
+            try:
+                self.connection.send(None)
+            except OSError:
+                pass
+        self.process.join(10)
+        if self.process.is_alive():
+            self.process.terminate()
+
+
+def compare(name, path, threads, seconds, rounds, turn_seconds=1.0):
+    """Tokens/s of both sides over rounds of one turn each, and the losses of the first steps."""
+    shape, micro = bench_tools.MODELS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        weights = os.path.join(folder, "weights.pt")
+        torch.manual_seed(0)
+        torch.save(GPT(GPTConfig(**shape)).state_dict(), weights)
+        sides = {side: Side(function, shape, micro, weights, path, threads)
+                 for side, function in (("ours", our_side), ("theirs", their_side))}
+        try:
+            for side in sides.values():
+                side.ready()
+            losses = {side: worker.run(0, LOSS_STEPS)[1] for side, worker in sides.items()}
+            apart = max(abs(a - b) for a, b in zip(losses["ours"], losses["theirs"]))
+            slower = max(worker.run(LOSS_STEPS, 1)[0] for worker in sides.values())
+            steps = max(1, round(turn_seconds / slower))
+            times, first, end = {side: [] for side in sides}, LOSS_STEPS + 1, time.perf_counter() + seconds
+            while time.perf_counter() < end or len(times["ours"]) < rounds:
+                turns = list(sides.items())
+                for side, worker in turns if len(times["ours"]) % 2 else reversed(turns):
+                    times[side].append(worker.run(first, steps)[0] / steps)
+                first += steps
+        finally:
+            for side in sides.values():
+                side.close()
+    tokens = micro * shape["block_size"]
+    ratios = [t / o for o, t in zip(times["ours"], times["theirs"])]
+    return {**{side: {**spread(samples), "tokens_per_second": [tokens / t for t in reversed(quartiles(samples))]}
+               for side, samples in times.items()},
+            "ratio": quartiles(ratios), "steps_per_turn": steps, "micro_batch": micro, "shape": shape,
+            "losses": losses, "largest_loss_difference": apart, "losses_agree": apart <= LOSS_TOLERANCE}
+
+
+def table(name, row):
+    lines = [f"{name}: {row['ours']['n']} rounds of {row['steps_per_turn']} step(s) each side; "
+             "tokens/s and ratio: median (quartiles)"]
+    for side in ("ours", "theirs"):
+        low, median, high = row[side]["tokens_per_second"]
+        lines.append(f"  {side:8}{median:10.1f} ({low:.1f} to {high:.1f})   {row[side]['median_ms']:9.1f} ms a step")
+    low, median, high = row["ratio"]
+    lines.append(f"  ours / theirs, each round's: {median:.3f} ({low:.3f} to {high:.3f})")
+    agree = "agree" if row["losses_agree"] else "DISAGREE"
+    lines.append(f"  losses of the first {LOSS_STEPS} steps {agree}: largest difference "
+                 f"{row['largest_loss_difference']:.1e}, allowed {LOSS_TOLERANCE:.0e}")
+    return "\n".join(lines)
+
+
+def against(args):
+    """Exit code 1 where losses disagree: then the times are of two different computations."""
+    torch.set_num_threads(min(torch.get_num_threads(), hardware.usable_cores()))
+    threads, report = torch.get_num_threads(), {}
+    try:
+        their_module(args.against)
+        for name in args.models.split(","):
+            report[name] = compare(name, args.against, threads, args.seconds, args.rounds)
+            print(f"float32, {threads} threads, load {os.getloadavg()[0]:.1f}; ours with gns=norm\n"
+                  + table(name, report[name]), flush=True)
+            write_json(args.out, {"threads": threads, "models": report})
+    except ConfigError as e:
+        die(e)
+    return 0 if all(row["losses_agree"] for row in report.values()) else 1

@@ -1,0 +1,132 @@
+"""
+What the benchmarks share: taking turns, medians and quartiles, the models that are timed, and our training step on them.
+bench.py is the command line.
+"""
+
+import json
+import math
+import os
+import random
+import re
+import statistics
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+
+import distributed
+import hardware
+from configurator import Config
+from model import GPT, GPTConfig
+from tracker import Tracker
+
+MODELS = {  # GPTConfig, micro-batch
+    "quickstart": (dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=256), 8),
+    "char": (dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65), 12),
+    "wikitext2": (dict(n_layer=6, n_head=6, n_embd=192, block_size=256, vocab_size=50257), 4),
+    "gpt_111m": (dict(n_layer=10, n_head=12, n_embd=768, block_size=1024, vocab_size=50257), 1),
+}
+
+
+def interleave(variants, seconds, min_rounds=5):
+    """Run every variant once a round, in a new order each round, since each leaves its mark on the caches. A variant is
+    called and returns {phase: seconds}, or None to sit a round out. Returns {name: {phase: [seconds]}}."""
+    for run in variants.values():
+        run(), run()                      # warm-up: first touch of memory, threads, caches
+    samples = {name: defaultdict(list) for name in variants}
+    end, rounds, order = time.perf_counter() + seconds, 0, list(variants.items())
+    while time.perf_counter() < end or rounds < min_rounds:
+        rounds += 1
+        random.Random(rounds).shuffle(order)
+        for name, run in order:
+            for phase, t in (run() or {}).items():
+                samples[name][phase].append(t)
+    return samples
+
+
+def quartiles(samples):
+    return statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
+
+
+def spread(samples):
+    """Median and quartiles in ms, and how many samples they stand on."""
+    q1, median, q3 = quartiles(samples)
+    return {"median_ms": median * 1e3, "q1_ms": q1 * 1e3, "q3_ms": q3 * 1e3, "n": len(samples)}
+
+
+def paired(times, base):
+    """Each round's time over that round's base: a disturbance that falls on both cancels."""
+    q1, median, q3 = quartiles([a / b for a, b in zip(times, base)])
+    return {"ratio": median, "ratio_q1": q1, "ratio_q3": q3}
+
+
+def geomean(values):
+    return math.exp(statistics.fmean(math.log(v) for v in values))
+
+
+def write_json(path, report):
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    machine = {**hardware.facts("cpu"), "load_average": os.getloadavg()[0]}
+    report = {"command": command(), "machine": machine, **report}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written: {path}")
+
+
+def command():
+    """The command line, with the folders of this machine left out of its paths."""
+    words = [re.sub(r"(^|[=,])/[^,]*/", r"\1", word) for word in sys.argv[1:]]
+    return " ".join(["python", os.path.basename(sys.argv[0]), *words])
+
+
+# ---- our training step, with the parts of train.py
+
+
+def batch_of(shape, micro, number=0):
+    generator = torch.Generator().manual_seed(number)
+    ids = torch.randint(shape["vocab_size"], (micro, shape["block_size"] + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+
+def clip_and_step(optimizer, parameters, total_sq=None):
+    """As train.py: the fused kernel divides by grad_scale, which is how gradients are clipped."""
+    total_sq = torch.stack(torch._foreach_norm([p.grad for p in parameters])).square().sum() if total_sq is None else total_sq
+    optimizer.grad_scale = torch.clamp(total_sq.sqrt() + 1e-6, min=1.0)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+class Step:
+    """One optimizer step of one micro-batch (on each of the ranks, under DDP), with the parts of train.py."""
+
+    def __init__(self, shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32, ranks=None):
+        torch.manual_seed(0)
+        self.shape, self.micro, self.ranks = shape, micro, ranks or distributed.Ranks()
+        config = Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro)
+        self.model = GPT(GPTConfig(norm_impl=norm_impl, **shape))
+        self.parameters, self.run_model = list(self.model.parameters()), self.ranks.wrap(self.model, config, dtype)
+        self.optimizer = adamw(self.model.parameter_groups(0.1))
+        self.tracker = Tracker(self.model, self.optimizer, config, "cpu", self.ranks)
+        self.one, self.autocast = torch.ones(()), hardware.autocast("cpu", dtype)
+        self.batch = batch_of(shape, micro)
+
+    def __call__(self):
+        start = time.perf_counter()
+        self.step(*self.batch)
+        return {"step": time.perf_counter() - start}
+
+    def step(self, x, y):
+        measure = self.tracker.begin(1, 2)
+        with self.autocast:
+            loss = self.run_model(x, y, **measure)[1]
+        loss.backward()
+        self.tracker.take(measure, 1)
+        record = self.tracker.finish(loss.detach(), self.micro, self.one)
+        clip_and_step(self.optimizer, self.parameters, record["param_sq"].sum())
+        return record["loss"]

@@ -1,0 +1,85 @@
+"""
+Do the norm layers predict the whole model's noise scale? (Gray et al. 2024, arXiv 2411.00999, Figure 7)
+
+    python experiments/norm_predicts.py                # two runs with gns=exact, one of them that of phase_plot.py
+    python experiments/norm_predicts.py --seeds 5
+    python experiments/norm_predicts.py --config config/gpt_111m.py --device cuda
+
+The total's noise scale regressed on each group's, over the run, for several half-lives of the averages.
+"""
+
+import sys
+
+import numpy as np
+from common import parse, write
+from phase_plot import FOLDER, SETTINGS, TINY, exact_runs
+
+import plot
+
+PAPER = ("The paper: the norm layers' noise scale predicts the total's, with a Pearson r near 1 and a slope near 1.4 (111M "
+         "parameters), the better the more both are smoothed.")
+
+
+def over_seeds(per_seed):
+    """[layer_numbers of a run] -> {half-life: {group: mean slope and r over runs; lowest and highest of each, where the
+    slope's are the ends of its 95% intervals}}."""
+    def of(values):
+        key = {k: [v[k] for v in values] for k in values[0]}
+        return {"slope": float(np.mean(key["slope"])), "slope_low": min(key["slope_low"]), "slope_high": max(key["slope_high"]),
+                "r": float(np.mean(key["r"])), "r_low": min(key["r"]), "r_high": max(key["r"])}
+    return {h: {g: of([seed[h][g] for seed in per_seed]) for g in per_seed[0][h]} for h in per_seed[0]}
+
+
+def finding(numbers):
+    (short, least), *_, (long, most) = sorted(numbers.items())
+    norm = most["norm"]
+    others = ", ".join(f"{g} {most[g]['r']:.3f}" for g in most if g != "norm")
+    claim = ("so they predict it" if norm["r_low"] > 0.9 else "so they predict it roughly" if norm["r_low"] > 0.7 else
+             "so they do not predict it")
+    more = "smoothing more helps" if norm["r"] > least["norm"]["r"] else "smoothing more does not help"
+    return (f"Here: Pearson r {norm['r']:.3f} ({norm['r_low']:.3f} to {norm['r_high']:.3f} over runs) and slope "
+            f"{norm['slope']:.2f} (95% intervals {norm['slope_low']:.2f} to {norm['slope_high']:.2f}) of the total on the norm "
+            f"layers at a half-life of {long:,} tokens, r {least['norm']['r']:.3f} and slope {least['norm']['slope']:.2f} at "
+            f"{short:,}: {claim}, and {more}; the other groups' r at the longest: {others}.")
+
+
+def draw(rows, numbers, path):
+    plt = plot.pyplot()
+    figure, (over, slope, r) = plt.subplots(1, 3, figsize=(16, 5), layout="constrained")
+    half_life = sorted(numbers)[len(numbers) // 2]
+    tokens = [row["tokens"] for row in rows]
+    for color, group in zip(plot.COLORS, plot.groups_of(rows)[0]):
+        scale = plot.smoothed(rows, group, half_life)
+        over.plot(tokens, scale, color=color, label=group, lw=2.4 if group == "total" else 1.5)
+        if group == "norm":
+            over.plot(tokens, scale * numbers[half_life]["norm"]["slope"], color=color, ls=":", label="norm x slope")
+    over.set_title(f"Noise scale, half-life {half_life:,} tokens")
+    over.set_xlabel("tokens")
+    over.set_ylabel("sequences")
+    over.set_ylim(bottom=0)
+    over.xaxis.set_major_formatter(lambda v, _: plot.log.count(v))
+    over.legend()
+    plot.draw_fit(slope, numbers, "slope", "Slope of the total on each group")
+    norm = [numbers[h]["norm"] for h in numbers]
+    slope.fill_between(list(numbers), [n["slope_low"] for n in norm], [n["slope_high"] for n in norm], color=plot.COLORS[1],
+                       alpha=0.2, lw=0)
+    slope.legend(loc="lower right", ncols=2, bbox_to_anchor=(1, 0.12))
+    slope.axhline(1.4, color="#888888", ls="--", lw=1)
+    slope.annotate("the paper, norm: 1.4", (min(numbers), 1.4), xytext=(0, 4), textcoords="offset points", color="#666666")
+    plot.draw_fit(r, numbers, "r", "Pearson r with the total")
+    r.fill_between(list(numbers), [n["r_low"] for n in norm], [n["r_high"] for n in norm], color=plot.COLORS[1], alpha=0.2,
+                   lw=0)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv=None):
+    args, config = parse(argv, "norm_predicts", __doc__, seeds=2, settings=SETTINGS, tiny=TINY, folder=FOLDER)
+    per_seed = [plot.exact_rows(run) for run in exact_runs(config, args, seeds=range(args.seeds))]
+    numbers = over_seeds([plot.layer_numbers(rows) for rows in per_seed])
+    draw(per_seed[0], numbers, write(args, config, PAPER, finding(numbers), {"seeds": args.seeds, "half_life_tokens": numbers}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

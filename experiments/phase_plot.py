@@ -1,0 +1,95 @@
+"""
+The two parts of the noise scale, |G|^2 and tr(Sigma), by kind of layer over a run (Gray et al. 2024, arXiv 2411.00999,
+Figure 5)
+
+    python experiments/phase_plot.py                   # one run with gns=exact: three minutes on one core
+    python experiments/phase_plot.py --config config/gpt_111m.py --device cuda
+
+norm_predicts.py and estimator_variance.py use the same run.
+"""
+
+import sys
+
+import numpy as np
+from common import Runs, parse, write
+
+import plot
+
+PAPER = ("The paper: |G|^2 and tr(Sigma) of the norm layers trace paths like those of the other layers, and their noise scale "
+         "rises with the others'.")
+SETTINGS = dict(max_tokens=1_500_000, warmup_tokens=75_000, gns_half_life_tokens=75_000)
+TINY = dict(max_tokens=6400)  # 20 logged steps are the least to say something about
+FOLDER = "exact_groups"
+BURN_IN = 0.1  # of the run: at the start |G|^2 falls by orders of magnitude within a few steps
+
+
+def exact_runs(config, args, seeds):
+    """Folder of a run per seed in which every parameter's noise scale is measured in every step."""
+    config.gns, config.gns_adam, config.log_interval = "exact", False, 1
+    runs = Runs(config, args)
+    runs.do({f"seed{seed}": dict(seed=seed) for seed in seeds})
+    return [runs.path(f"seed{seed}") for seed in seeds]
+
+
+def log_parts(rows, group):
+    """(n, 2) logarithms of |G|^2 and tr(Sigma), averaged as logged; NaN where an average is not above zero."""
+    parts = np.array([[row[f"gns/{group}_sq_norm"], row[f"gns/{group}_tr_sigma"]] for row in rows], dtype=float)
+    return np.log(np.where(parts > 0, parts, np.nan))
+
+
+def numbers(rows, points=25):
+    """Per group: the change of both parts and of the noise scale from BURN_IN to the end, and Pearson r of each part's
+    logarithm with the total's over that stretch."""
+    late = [row for row in rows if row["tokens"] > BURN_IN * rows[-1]["tokens"]]
+    total, result = log_parts(late, "total"), {}
+    for group in plot.groups_of(rows)[0]:
+        parts = log_parts(late, group)
+        known = np.isfinite(parts).all(1) & np.isfinite(total).all(1)
+        first, last = parts[known][[0, -1]]
+        r = [np.corrcoef(parts[known, i], total[known, i])[0, 1] for i in (0, 1)]
+        some = np.linspace(0, known.sum() - 1, min(points, known.sum())).astype(int)
+        result[group] = {"sq_norm_factor": np.exp(last - first)[0], "tr_sigma_factor": np.exp(last - first)[1],
+                         "gns_first": np.exp(first[1] - first[0]), "gns_last": np.exp(last[1] - last[0]),
+                         "r_log_sq_norm": r[0], "r_log_tr_sigma": r[1],
+                         "path": [[float(f"{v:.4g}") for v in point] for point in np.exp(parts[known][some])]}
+    return result
+
+
+def finding(groups):
+    def span(key, names):
+        values = [groups[name][key] for name in names]
+        return f"{min(values):.2g} to {max(values):.2g}"
+    norm, others = groups["norm"], [g for g in groups if g not in ("norm", "total")]
+    rose = [g for g in groups if groups[g]["gns_last"] > groups[g]["gns_first"]]
+    r = min(norm["r_log_sq_norm"], norm["r_log_tr_sigma"])
+    return (f"Here: over the last {1 - BURN_IN:.0%} of the run the norm layers' |G|^2 went to {norm['sq_norm_factor']:.2g} of "
+            f"its value and their tr(Sigma) to {norm['tr_sigma_factor']:.2g}, the other groups' to "
+            f"{span('sq_norm_factor', others)} and {span('tr_sigma_factor', others)}; the noise scale rose in {len(rose)} of "
+            f"{len(groups)} groups (norm "
+            f"{norm['gns_first']:.3g} to {norm['gns_last']:.3g}, total {groups['total']['gns_first']:.3g} to "
+            f"{groups['total']['gns_last']:.3g}); logarithms of the norm layers' parts follow the total's with Pearson r "
+            f"{norm['r_log_sq_norm']:.2f} (|G|^2) and {norm['r_log_tr_sigma']:.2f} (tr Sigma): "
+            + ("alike." if r > 0.8 and len(rose) == len(groups) else "not alike in all."))
+
+
+def draw(rows, path):
+    plt = plot.pyplot()
+    figure, (phase, over) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    late = [row for row in rows if row["tokens"] > BURN_IN * rows[-1]["tokens"]]
+    plot.draw_phase(phase, late)
+    plot.draw_noise_scales(over, rows, plot.groups_of(rows)[0], plot.COLORS, "Noise scale by group (sequences)")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv=None):
+    args, config = parse(argv, "phase_plot", __doc__, settings=SETTINGS, tiny=TINY, folder=FOLDER)
+    run, = exact_runs(config, args, seeds=[0])
+    rows = plot.exact_rows(run)
+    groups = numbers(rows)
+    draw(rows, write(args, config, PAPER, finding(groups), {"burn_in": BURN_IN, "groups": groups}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

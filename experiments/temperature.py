@@ -1,0 +1,157 @@
+"""
+What moves the noise scale: the learning rate or the batch? (Gray et al. 2024, arXiv 2411.00999, Figure 6)
+
+    python experiments/temperature.py                      # 5 minutes on two cores
+    python experiments/temperature.py --seeds 3
+    python experiments/temperature.py --config config/gpt_111m.py --device cuda
+
+One run to BRANCH of its tokens, then five that go on from there for WINDOW of them: as it was, learning rate x and / 4,
+batch x and / 4. By the temperature of McCandlish et al. 2018 (arXiv 1812.06162), learning rate / batch, the noise scale
+should go with its inverse: with (learning rate)^-1 and batch^+1. The exponents are measured over the second half of the
+window, when the change has settled.
+"""
+
+import math
+import sys
+
+import numpy as np
+from common import Runs, parse, write
+
+import gns
+import log
+import plot
+
+PAPER = ("The paper: the temperature, learning rate / batch, should move the noise scale by either, but from one checkpoint "
+         "only a change of the learning rate moved it.")
+# the learning rate does not decay, so that nothing but the change moves; a quarter and four times of it still train
+SETTINGS = dict(gns="exact", batch_schedule="constant", micro_batch_size=4, batch_size=16, max_tokens=1_000_000,
+                learning_rate=1e-3, min_lr=1e-4, lr_decay="none", warmup_tokens=50_000, gns_half_life_tokens=50_000)
+TINY = dict(max_tokens=6000, micro_batch_size=2, gns="exact", warmup_tokens=1000, learning_rate=1e-2)
+BRANCH, WINDOW = 0.4, 0.3  # of max_tokens
+KINDS = {"learning rate": -1, "batch": 1}  # and the exponents of the temperature
+
+
+def branches(config):
+    """{name: (kind, factor, changes to the config)}; batches come in whole micro-batches, which may move their factors."""
+    found = {"as it was": (None, 1.0, {})}
+    for word, factor in (("/ 4", 0.25), ("x 4", 4.0)):
+        found[f"learning rate {word}"] = ("learning rate", factor, dict(learning_rate=config.learning_rate * factor,
+                                                                        min_lr=config.min_lr * factor))
+        batch = max(1, round(config.batch_size * factor / config.micro_batch_size)) * config.micro_batch_size
+        found[f"batch {word}"] = ("batch", batch / config.batch_size, dict(batch_size=batch))
+    return found
+
+
+def window_noise(rows, group, start):
+    """{"gns", "low", "high", "steps"} of the steps after `start` tokens, all counted alike; None where undetermined."""
+    scale = gns.NoiseScale(1e15)
+    late = [r for r in rows if r["tokens"] > start and r.get(f"gns/{group}_step_sq_norm") is not None]
+    for r in late:
+        scale.update(r[f"gns/{group}_step_sq_norm"], r[f"gns/{group}_step_tr_sigma"], r["batch_size"])
+    low, high = scale.interval() or (None, None)
+    return {"gns": scale.gns, "low": low, "high": high, "steps": len(late)}
+
+
+def log_error(noise):
+    return (math.log(noise["high"]) - math.log(noise["low"])) / 2  # half the 95% interval
+
+
+def known(noise):
+    return bool(noise["gns"] and noise["low"])
+
+
+def exponent(points):
+    """points [(factor, noise) low and high, of each seed] -> (p, low, high) of noise scale ~ factor^p, or None."""
+    if not all(known(n) for pair in points for _, n in pair):
+        return None
+    values, errors = [], []
+    for (f1, n1), (f2, n2) in points:
+        span = math.log(f2 / f1)
+        values.append((math.log(n2["gns"]) - math.log(n1["gns"])) / span)
+        errors.append(math.hypot(log_error(n1), log_error(n2)) / span)
+    mean, error = sum(values) / len(values), math.hypot(*errors) / len(values)
+    return mean, mean - error, mean + error
+
+
+def finding(exponents):
+    """What came out, in one sentence; exponents {kind: (p, low, high) or None}."""
+    if None in exponents.values():
+        return "Here: the noise scale is undetermined in some branch; a longer window (max_tokens) would tell."
+    told = ", ".join(f"with {kind}^{p:+.2f} (95% interval {low:+.2f} to {high:+.2f}; temperature {KINDS[kind]:+d})"
+                     for kind, (p, low, high) in exponents.items())
+    moved = [kind for kind, (_, low, high) in exponents.items() if low > 0 or high < 0]
+    verdict = {0: "neither moves it", 1: f"only the {(moved or [''])[0]} moves it", 2: "both move it"}[len(moved)]
+    if moved == ["learning rate"]:
+        verdict += ", as in the paper"
+    if len(moved) == 2:
+        verdict += f", the {max(moved, key=lambda k: abs(exponents[k][0]))} more, unlike the paper"
+    elif moved != ["learning rate"]:
+        verdict += ", unlike the paper"
+    return f"Here: the noise scale goes {told}: {verdict}."
+
+
+def draw(path, base_rows, rows, key, table, start):
+    """rows {branch: its log} of the first seed; table [[numbers of a branch, ...] per seed]."""
+    plt = plot.pyplot()
+    figure, (over, end) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    colors = dict(zip(KINDS, plot.COLORS))
+    over.plot(*plot.series([r for r in base_rows if r["tokens"] > start / 4], key), color="#888888")
+    for entry in table[0]:
+        over.plot(*plot.series(rows[entry["branch"]], key), color=colors.get(entry["kind"], "#888888"), label=entry["branch"],
+                  ls="--" if entry["factor"] < 1 else "-")
+    over.axvline(start, color="#888888", lw=1, ls=":")
+    over.set_title("Noise scale over the run, first seed (sequences)")
+    over.set_xlabel("tokens")
+    over.xaxis.set_major_formatter(lambda v, _: log.count(v))
+    for side, kind in zip((-1, 1), KINDS):
+        for seed, entries in enumerate(table):
+            points = sorted((e for e in entries if e["kind"] in (kind, None) and known(e)), key=lambda e: e["factor"])
+            value = np.array([e["gns"] for e in points])
+            error = [value - [e["low"] for e in points], [e["high"] for e in points] - value]
+            apart = 1.03 ** (side * (1 + seed))  # side by side, not over each other
+            end.errorbar([e["factor"] * apart for e in points], value, error, fmt="o-" if seed == 0 else "s-", capsize=3, ms=5,
+                         color=colors[kind], lw=1.4, label=kind if len(table) == 1 else f"{kind}, seed {seed}")
+        middle = next(e for e in table[0] if e["kind"] is None)
+        if known(middle):
+            end.plot([0.25, 4], [middle["gns"] * f ** KINDS[kind] for f in (0.25, 4)], color=colors[kind], ls=":",
+                     label=f"{kind}, if by temperature")
+    end.set_xscale("log", base=2)
+    end.margins(y=0.25)  # room for the legend
+    end.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+    end.set_xlabel("factor on the learning rate or the batch")
+    end.set_title("Noise scale at the end, 95% interval")
+    for ax in (over, end):
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        ax.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if str(v)[0] in "25" else "")
+        ax.legend(loc="upper left" if ax is over else "upper center")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def main(argv=None):
+    args, config = parse(argv, "temperature", __doc__, seeds=1, settings=SETTINGS, tiny=TINY)
+    runs, kinds = Runs(config, args), branches(config)
+    group = "total" if config.gns == "exact" else "norm"
+    start, end = int(BRANCH * config.max_tokens), int((BRANCH + WINDOW) * config.max_tokens)
+    common = dict(batch_schedule="constant", eval_tokens=0, checkpoint_tokens=0, log_interval=1)
+    bases = [f"base_seed{seed}" for seed in range(args.seeds)]
+    names = [{kind: f"{kind.replace(' ', '').replace('/', 'd')}_seed{seed}" for kind in kinds} for seed in range(args.seeds)]
+    runs.do({base: dict(common, seed=seed, stop_tokens=start) for seed, base in enumerate(bases)})
+    runs.do({names[seed][kind]: dict(common, seed=seed, stop_tokens=end, branch_from=runs.path(base), **changes)
+             for seed, base in enumerate(bases) for kind, (_, _, changes) in kinds.items()})
+    table = [[{"branch": name, "kind": kind, "factor": factor,
+               **window_noise(runs.rows(names[seed][name]), group, (start + end) / 2)}
+              for name, (kind, factor, _) in kinds.items()] for seed in range(args.seeds)]
+    pairs = {kind: [sorted(((e["factor"], e) for e in entries if e["kind"] == kind), key=lambda p: p[0]) for entries in table]
+             for kind in KINDS}
+    exponents = {kind: exponent(points) for kind, points in pairs.items()}
+    path = write(args, config, PAPER, finding(exponents), {
+        "exponents": exponents, "temperature_exponents": KINDS, "group": group, "branch_tokens": start, "end_tokens": end,
+        "seeds": table})
+    draw(path, runs.rows(bases[0]), {k: runs.rows(names[0][k]) for k in kinds}, f"gns/{group}", table, start)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
