@@ -105,7 +105,7 @@ class Config:
     gns_crosscheck: bool = opt(False, "also the classical estimate, micro-batch gradients against the whole: noisier, "
                                       "and it holds a second copy of the gradient")
     grad_stats: bool = opt(False, "at logged steps also the gradient's coherence, Adam's signal to noise and the size of the "
-                                  "update (grad_stats.py); changes no bit of the training, holds three more gradients")
+                                  "update (grad_stats.py); changes no bit of the training, holds two to three more gradients")
     # -- evaluation, log, checkpoint
     eval_tokens: int = opt(250_000, "evaluate every so many tokens; 0 = only at the end")
     eval_iters: int = opt(64, "validation windows per evaluation: a fixed, evenly spaced set, the same for every run")

@@ -17,7 +17,7 @@ the number of parameters, m and v Adam's moments (bias-corrected) after the upda
     update/ratio             that over |w before|
 
 Nothing is asked of the host, and nothing that training reads is touched, so losses and weights are the same bits with and
-without. It costs passes over the gradient, and memory for three more of it at the peak (micro-batch, the one before, sum).
+without. It costs passes over the gradient, and memory for two to three more of it (micro-batch, the one before, sum).
 FSDP never forms a micro-batch's gradient whole: there coherence and *_after_k are left out (one line says so).
 """
 

@@ -16,7 +16,7 @@ import sweep_grid
 import train
 from tests.conftest import ROOT, TINY
 
-GRID = dict(batch_schedule="constant", max_tokens=1024, gns_calibrate_tokens=0, eval_tokens=256, eval_iters=2)
+GRID = dict(batch_schedule="constant", max_tokens=512, gns_calibrate_tokens=0, eval_tokens=128, eval_iters=2)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_every_combination_is_a_run_and_the_learning_rate_follows_the_batch():
 def test_a_grid_runs_skips_what_is_done_goes_on_after_a_stop_and_reports(tmp_path, tiny_args, monkeypatch, capsys):
     arguments = ["runs", "--in_process", *tiny_args(**GRID, out_dir=tmp_path), "--batch_size=4,16", "--seed=0,1"]
     assert sweep.main([*arguments, "--dry_run"]) == 0
-    assert "4 to do" in (text := capsys.readouterr().out) and "batch_size16-seed1: 1.02k tokens" in text
+    assert "4 to do" in (text := capsys.readouterr().out) and "batch_size16-seed1: 512 tokens" in text
     real, calls = jobs.run_training, []
 
     def second_is_interrupted(config, *args, **changes):
@@ -71,7 +71,7 @@ def test_a_grid_runs_skips_what_is_done_goes_on_after_a_stop_and_reports(tmp_pat
     folder = tmp_path / "sweep" / "runs"
     ends = [[r["val/loss"] for r in log.read(str(folder / name)) if "val/loss" in r][-1] for name in four["runs"]]
     assert four["val_loss"]["mean"] == pytest.approx(sum(ends) / 2) and four["seeds"] == [0, 1]
-    assert (four["steps"]["mean"], sixteen["steps"]["mean"]) == (16, 4)
+    assert (four["steps"]["mean"], sixteen["steps"]["mean"]) == (8, 2)
     assert os.path.getsize(folder / "sweep.png") > 10_000
     assert sweep.main(arguments) == 0 and len(calls) == 5
     assert sweep.main([*arguments, "--seed=0,1,2"]) == 0, "a larger grid"
@@ -88,7 +88,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, tiny_args, mon
         if config.seed == 1:
             raise jobs.ConfigError("no luck")
         real(config, *args, **changes)
-    arguments = ["runs", "--in_process", *tiny_args(**{**GRID, "max_tokens": 512}, out_dir=tmp_path), "--seed=0,1,2"]
+    arguments = ["runs", "--in_process", *tiny_args(**GRID, out_dir=tmp_path), "--seed=0,1,2"]
     monkeypatch.setattr(jobs, "run_training", one_fails)
     assert sweep.main(arguments) == 1
     assert "failed: seed1: no luck" in capsys.readouterr().out and saved(tmp_path)["rows"][0]["seeds"] == [0, 2]

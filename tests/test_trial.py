@@ -57,7 +57,7 @@ def saved(out, command="memory"):
 
 
 def test_out_of_memory_under_a_limit_is_a_row_and_the_sweep_goes_on(tmp_path, tiny_args, capsys):
-    code = sweep.main(["memory", "--micro_batches=65536,2", "--memory_limit=600M", "--seconds=0",
+    code = sweep.main(["memory", "--micro_batches=16384,2", "--memory_limit=600M", "--seconds=0",
                        *tiny_args(out_dir=tmp_path, activation_checkpointing="none")])
     large, small = saved(tmp_path)["rows"]
     assert code == 0 and large["status"] == "out of memory" and "allocate" in large["why"]
@@ -66,18 +66,18 @@ def test_out_of_memory_under_a_limit_is_a_row_and_the_sweep_goes_on(tmp_path, ti
     result = saved(tmp_path)["result"]
     assert result["take"]["micro_batch_size"] == 2 and result["largest"] == {"none": 2}
     text = capsys.readouterr().out
-    assert "Largest micro-batch: 2; 65536: out of memory." in text and "micro_batch_size = 2" in text
+    assert "Largest micro-batch: 2; 16384: out of memory." in text and "micro_batch_size = 2" in text
     assert "python sweep.py throughput" in text and os.path.exists(tmp_path / "sweep" / "memory" / "sweep.png")
 
 
 def test_a_hang_a_crash_and_a_kill_are_rows_and_nothing_is_left_behind(tmp_path, tiny_args, fake):
-    arguments = ["memory", "--micro_batches=1,32,3,5,7,9,4", "--timeout=5",
+    arguments = ["memory", "--micro_batches=1,32,3,5,7,9,4", "--timeout=4",
                  *tiny_args(out_dir=tmp_path, activation_checkpointing="none")]
     assert sweep.main(arguments) == 0
     rows = {r["micro_batch_size"]: r for r in saved(tmp_path)["rows"]}
     assert {m: r["status"] for m, r in rows.items()} == {
         1: "ok", 32: "timeout", 3: "failed", 5: "out of memory", 7: "out of memory", 9: "failed", 4: "ok"}
-    assert "SIGSEGV" in rows[3]["why"] and "something else" in rows[9]["why"] and "5 s" in rows[32]["why"]
+    assert "SIGSEGV" in rows[3]["why"] and "something else" in rows[9]["why"] and "4 s" in rows[32]["why"]
     hung = next(int(pid) for micro, _, pid in fake() if micro == "32")
     with pytest.raises(ProcessLookupError):
         os.kill(hung, 0)
