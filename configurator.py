@@ -95,7 +95,7 @@ class Config:
                                             "over the learning rate's factor", ("none", "tokens"))
     grad_clip: float = opt(1.0, "largest gradient norm; 0 turns clipping off, the norm is logged either way")
     # -- noise scale
-    gns: str = opt("norm", "norm: from the norm layers, for free; exact: every parameter, layer by layer, slower",
+    gns: str = opt("norm", "norm: from the norm layers, nearly free; exact: every parameter, layer by layer, slower",
                    ("off", "norm", "exact"))
     gns_half_life_tokens: int = opt(250_000, "averages forget half in so many tokens (or a fifth of those seen, if less): "
                                              "longer is steadier, later")
