@@ -94,7 +94,7 @@ class Group:
         for name, config in self.wanted.items():
             if os.path.exists(os.path.join(config.out_dir, checkpoint.NAME)):
                 same_settings(config, read_config(config.out_dir))
-            if tokens_done(config.out_dir) < config.max_tokens:
+            if tokens_done(config.out_dir) < end_of(config):
                 names.append(name)
         return names
 
@@ -153,10 +153,10 @@ class Group:
 
     def state(self, before, started):
         """How far the whole sweep is, in words."""
-        now, all_tokens = self.tokens(), sum(c.max_tokens for c in self.wanted.values())
+        now, all_tokens = self.tokens(), sum(end_of(c) for c in self.wanted.values())
         fresh = sum(now.values()) - sum(before.values())
         left = max(0, all_tokens - sum(now.values()))
-        done = sum(now[name] >= config.max_tokens for name, config in self.wanted.items())
+        done = sum(now[name] >= end_of(config) for name, config in self.wanted.items())
         rate = fresh / (time.monotonic() - started)
         return (f"{done} of {len(self.wanted)} done, {min(1, sum(now.values()) / all_tokens):.0%} of the tokens"
                 + (f", {log.duration(left / rate)} left" if rate else ""))
@@ -166,6 +166,11 @@ class Group:
         last = newest(self.wanted[name].out_dir, "val/loss")
         said = f"failed: {bad}" if bad else f"validation loss {last['val/loss']:.4f}" if last else "done"
         print(("\r\033[K" if sys.stdout.isatty() else "") + f"{name}: {said} | {self.state(before, started)}", flush=True)
+
+
+def end_of(config):
+    """Tokens at which a run is finished."""
+    return min(config.stop_tokens or config.max_tokens, config.max_tokens)
 
 
 def newest(out_dir, key="tokens"):

@@ -20,7 +20,6 @@ import configurator  # noqa: E402
 import hardware  # noqa: E402
 import jobs  # noqa: E402
 import log  # noqa: E402
-import sweep  # noqa: E402
 
 # a model of seconds, to see that everything works
 TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, batch_size=8, batch_size_start=4,
@@ -57,6 +56,7 @@ def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None):
 
 class Runs:
     """Runs of one experiment by name, with their changes to the config."""
+    group = jobs.Group
 
     def __init__(self, config, args):
         self.config, self.args = config, args
@@ -71,27 +71,15 @@ class Runs:
         return [r["val/loss"] for r in self.rows(name) if "val/loss" in r][-1]
 
     def do(self, wanted):
-        """wanted {name: changes to the config}: run those that are not finished yet. One of other settings is an error."""
-        missing = []
+        """wanted {name: changes to the config}: run those that are not finished yet, as sweep.py runs does."""
+        configs = {name: dataclasses.replace(self.config, wandb_log=False, **changes) for name, changes in wanted.items()}
+        group = self.group(configs, self.args.out, self.args.jobs, alone=not self.args.tiny)
         try:
-            for name, changes in wanted.items():
-                config = dataclasses.replace(self.config, **{**changes, "out_dir": self.path(name)})
-                done = sweep.tokens_done(config.out_dir)
-                if done >= 0:
-                    jobs.same_settings(config, jobs.read_config(config.out_dir))
-                if done < (config.stop_tokens or config.max_tokens):
-                    missing.append(lambda name=name, changes=changes: self.one(name, changes))
-            print(f"{len(missing)} of {len(wanted)} runs to do, {self.args.jobs} at a time", flush=True)
-            os.environ.setdefault("OMP_NUM_THREADS", str(max(1, hardware.usable_cores() // self.args.jobs)))
-            sweep.run_all(missing, 1 if self.args.tiny else self.args.jobs)
+            group.do()
         except configurator.ConfigError as e:
             configurator.die(e)
-
-    def one(self, name, changes):
-        start = time.time()
-        sweep.run_training(self.config, alone=not self.args.tiny, **{"resume": "auto", **changes, "out_dir": self.path(name)})
-        took = log.duration(time.time() - start)
-        print(f"{self.path(name)}: validation loss {self.final_loss(name):.4f}, {took}", flush=True)
+        for name, message in group.failed.items():
+            configurator.die(f"{name}: {message}")
 
 
 def write(args, config, paper, finding, numbers):

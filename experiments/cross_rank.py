@@ -10,15 +10,12 @@ Under gns=exact (the default here) of the whole model, under gns=norm of the nor
 """
 
 import math
-import os
-import subprocess
 import sys
 
 import numpy as np
 import torch
 from common import Runs, parse, write
 
-import configurator
 import hardware
 import jobs
 import log
@@ -34,20 +31,21 @@ BURN_IN = 0.25  # of the run: the averages fill, and the noise scale moves faste
 KINDS = {"": "per example", "_micro": "micro-batches", "_rank": "ranks"}  # suffix of the log key: the small norms
 
 
-class RankRuns(Runs):
+class Ranks(jobs.Group):
     """Runs of several processes each, one after the other."""
-    def one(self, name, changes):
-        device = hardware.pick_device(self.config.device)
-        ranks = max(2, torch.cuda.device_count()) if device == "cuda" else 2
-        values = {**vars(self.config), "wandb_log": False, "resume": "auto", **changes, "out_dir": self.path(name)}
-        os.makedirs(values["out_dir"], exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", jobs.TRAIN,
-                   *(f"--{k}={v}" for k, v in values.items())]
-        env = {**os.environ, "OMP_NUM_THREADS": str(max(1, hardware.usable_cores() // ranks))}
-        with open(os.path.join(values["out_dir"], "train.out"), "a", encoding="utf-8") as out:
-            code = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, env=env).returncode
-        if code:
-            raise configurator.ConfigError(f"{values['out_dir']}: torchrun ended with {code}, see train.out there")
+
+    def __init__(self, wanted, folder, *_, **__):
+        device = hardware.pick_device(next(iter(wanted.values())).device)
+        self.ranks = max(2, torch.cuda.device_count()) if device == "cuda" else 2
+        super().__init__(wanted, folder, env={"OMP_NUM_THREADS": str(max(1, hardware.usable_cores() // self.ranks))})
+
+    def start(self, command, **options):
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.ranks}"]
+        return super().start([*launch, *command[1:]], **options)
+
+
+class RankRuns(Runs):
+    group = Ranks
 
 
 def compare(rows, group):

@@ -39,14 +39,14 @@ def tiny_data(tmp_path_factory):
 @pytest.fixture
 def tiny(tmp_path, tiny_data, monkeypatch):
     """tiny(module, *arguments): an experiment in its tiny setting; returns its numbers file. tiny.runs: folders it ran."""
+    import jobs
     import plot
-    import sweep
     monkeypatch.setattr(plot, "report", lambda out_dir: f"{out_dir}/report.png")  # not every run's picture
-    real = sweep.run_training
+    real = jobs.run_training
 
-    def run_training(config, **changes):
-        run.runs.append(os.path.basename(changes["out_dir"]))
-        return real(config, **changes)
+    def run_training(config, *how, **changes):
+        run.runs.append(os.path.basename(config.out_dir))
+        return real(config, *how, **changes)
 
     def run(module, *arguments):
         name = module.__name__
@@ -59,7 +59,7 @@ def tiny(tmp_path, tiny_data, monkeypatch):
         assert str(tmp_path) not in json.dumps(result), "no path of this machine in a committed file"
         return result
     run.runs = []
-    monkeypatch.setattr(sweep, "run_training", run_training)
+    monkeypatch.setattr(jobs, "run_training", run_training)
     return run
 
 
