@@ -12,7 +12,7 @@ With `metric` p (2, C) (rms_norm: (1, C)) the probe has twice the rows; the seco
 
 Implementations (`impl`), the same arithmetic each: forward(...) -> y, stats and backward(...) -> dx, dw, db, sq
     ref     plain torch. Any device, float64 too. The oracle that the others are tested against
-    cpu     ln_kernel.cpp, compiled at first use into $RIGHTBATCH_CACHE or ~/.cache/rightbatch
+    cpu     ln_kernel.cpp and ln_autograd.cpp, compiled at first use into $RIGHTBATCH_CACHE or ~/.cache/rightbatch
     triton  ln_triton.py, for CUDA. Tested in Triton's interpreter and compiled for sm_80 and sm_90, but never
             run on a real GPU
     torch   F.layer_norm / F.rms_norm, without probe: what the others are compared with
@@ -24,7 +24,7 @@ its cast. Mean, rstd and norms are float32 throughout, float64 for float64 x.
 B examples, C channels, rows = all dimensions but the last flattened, T = rows / B, c = (B, C) per-example gradients.
 """
 
-import ctypes
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -35,7 +35,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -87,6 +89,8 @@ def _norm(x, weight, bias, probe, metric, eps, rms, impl):
     impl = _resolve(impl, x.device.type, x.dtype, out_dtype)
     if impl != "ref" and torch.compiler.is_compiling():   # ref is left to the compiler: it can fuse it
         return norm_forward_op(x, weight, bias, probe, metric, eps, rms, out_dtype, impl)[0]
+    if impl == "cpu":
+        return _library().norm(x, weight, bias, probe, metric, eps, rms, out_dtype)
     return _apply(x, weight, bias, probe, metric, (eps, rms, out_dtype, impl))
 
 
@@ -115,7 +119,8 @@ def _resolve(impl, kind, dtype, out_dtype):
 
 
 class _Norm(torch.autograd.Function):
-    """Eager mode. The custom op below does the same, but with twice the overhead per call."""
+    """ref and triton in eager mode. The custom op below does the same, but with twice the overhead per call; cpu has its
+    autograd in C++, for a CPU's calls are as short as the way through Python."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, probe, metric, settings):
@@ -179,93 +184,88 @@ def ref_backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
     return (dx * rstd).to(x.dtype), dw, db, torch.stack(sq) if tracked else None
 
 
-# ---- cpu: ln_kernel.cpp through ctypes
+# ---- cpu: ln_kernel.cpp, as torch operators by ln_autograd.cpp
 
-_CPU_DTYPES = {   # (x, y): the kernel's code for it
-    (torch.float32, torch.float32): 0,
-    (torch.float32, torch.bfloat16): 1,
-    (torch.bfloat16, torch.bfloat16): 2,
-}
+_CPU_DTYPES = {(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)}   # x, y
 
 
-def cpu_forward(x, weight, bias, eps, rms, out_dtype):
-    x, w, b = x.contiguous(), _float(weight), _float(bias)
-    C = x.shape[-1]
-    rows = x.numel() // C
-    y = torch.empty_like(x, dtype=out_dtype)
-    stats = torch.empty((1 if rms else 2, rows))
-    _library().norm_forward(x.data_ptr(), w.data_ptr(), _ptr(b), y.data_ptr(), stats.data_ptr(), rows, C, eps, rms,
-                            _CPU_DTYPES[x.dtype, out_dtype], _threads(x))
-    return y, stats
+def cpu_forward(*args):
+    return _library().forward(*args)
 
 
-def cpu_backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
-    dy, x, w, p = dy.contiguous(), x.contiguous(), _float(weight), _float(metric)
-    B, C = x.shape[0], x.shape[-1]
-    dx, dw = torch.empty_like(x), torch.empty_like(w)
-    db = torch.empty_like(w) if has_bias else None
-    sq = torch.empty(((1 if rms else 2) * (1 if p is None else 2), B)) if tracked else None
-    _library().norm_backward(dy.data_ptr(), x.data_ptr(), w.data_ptr(), stats.data_ptr(), _ptr(p), dx.data_ptr(),
-                             dw.data_ptr(), _ptr(db), _ptr(sq), B, stats.shape[1] // B, C, rms,
-                             _CPU_DTYPES[x.dtype, dy.dtype], _threads(x))
-    if weight.dtype != torch.float32:
-        dw, db = dw.to(weight.dtype), None if db is None else db.to(weight.dtype)
-    return dx, dw, db, sq
-
-
-def _float(t):
-    if t is None or (t.dtype is torch.float32 and t.is_contiguous()):   # the usual case: calls are short, two more count
-        return t
-    return t.float().contiguous()
-
-
-def _ptr(t):
-    return None if t is None else t.data_ptr()
-
-
-def _threads(x):
-    return torch.get_num_threads() if x.numel() >= 32768 else 1   # below, waking a thread costs more than it saves
+def cpu_backward(*args):
+    return _library().backward(*args)
 
 
 @functools.cache
 def _library():
-    """The compiled kernel, or None, with one warning, where it cannot be had."""
+    """The compiled operators norm, forward and backward, or None, with one warning, where they cannot be had."""
     try:
-        lib = ctypes.CDLL(str(_build()))
+        torch.ops.load_library(_build())
     except (OSError, RuntimeError) as e:
         warnings.warn(f"norm layers use plain torch, several times slower: no C++ kernel ({e})", stacklevel=2)
         return None
-    ptr, i64, i32, f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
-    lib.norm_forward.argtypes = [ptr] * 5 + [i64] * 2 + [f32] + [i32] * 3
-    lib.norm_backward.argtypes = [ptr] * 9 + [i64] * 3 + [i32] * 3
-    lib.norm_forward.restype = lib.norm_backward.restype = None
-    return lib
+    ops = torch.ops.rightbatch_cpu   # .default: without a search for the overload at each call
+    return types.SimpleNamespace(norm=ops.norm.default, forward=ops.forward.default, backward=ops.backward.default)
 
 
 def _build():
-    """Path of the shared library; compiles it if this source, compiler, CPU and torch have not met before."""
+    """Path of the shared library; compiles it if these sources, compiler, CPU and torch have not met before."""
     cxx = _find_compiler()
     if cxx is None:
         raise RuntimeError("no C++ compiler found: install g++ or clang++, or set CXX")
-    source = Path(__file__).with_name("ln_kernel.cpp")
+    sources = [Path(__file__).with_name(name) for name in ("ln_kernel.cpp", "ln_autograd.cpp")]
     version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
     attempts = _flag_attempts()
-    key = repr((source.read_text(), cxx, version, attempts, _cpu_model(), torch.__version__))
+    key = repr(([s.read_text() for s in sources], cxx, version, attempts, _cpu_model(), torch.__version__))
     cache = Path(os.environ.get("RIGHTBATCH_CACHE") or Path.home() / ".cache" / "rightbatch")
     path = cache / f"ln_kernel-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
     cache.mkdir(parents=True, exist_ok=True)
-    print(f"ln_kernel: compiling the CPU kernel, once, into {path}", file=sys.stderr, flush=True)
+    with _one_at_a_time(cache / "lock"):
+        if not path.exists():   # nobody built it while this process waited
+            print(f"ln_kernel: compiling the CPU kernel, once (half a minute), into {path}", file=sys.stderr, flush=True)
+            _compile(cxx, *sources, attempts, path)
+    return path
+
+
+def _compile(cxx, kernel_source, autograd_source, attempts, path):
+    include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
     # Built aside and moved into place whole: another process sees the complete file or none.
-    with tempfile.TemporaryDirectory(dir=cache) as tmp:
-        for flags in attempts:
-            command = [*cxx, str(source), "-o", f"{tmp}/ln_kernel.so", *flags]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode == 0:
-                os.replace(f"{tmp}/ln_kernel.so", path)
-                return path
-    raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
+    with tempfile.TemporaryDirectory(dir=path.parent) as tmp, ThreadPoolExecutor() as pool:
+        kernel, autograd, library = (f"{tmp}/{name}" for name in ("ln_kernel.o", "ln_autograd.o", "ln_kernel.so"))
+        chosen = pool.submit(_first_that_works, [*cxx, "-c", str(kernel_source), "-o", kernel], attempts)
+        _run([*cxx, "-c", str(autograd_source), "-o", autograd, "-std=gnu++20", "-O2", "-fPIC", f"-I{include}"])
+        _run([*cxx, kernel, autograd, "-o", library, "-shared", *chosen.result(), f"-L{lib}", "-ltorch_cpu", "-lc10"])
+        os.replace(library, path)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path):
+    """torch's headers take a compiler 1 GB: eight ranks that start together wait for one. Where files cannot be locked, all
+    compile, and the last one's file stays."""
+    with open(path, "w") as file:
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _first_that_works(command, attempts):
+    for flags in attempts:
+        try:
+            _run([*command, *flags])
+            return flags
+        except RuntimeError as e:
+            error = e
+    raise error
+
+
+def _run(command):
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
 
 
 def _find_compiler():
@@ -277,7 +277,7 @@ def _find_compiler():
 def _flag_attempts():
     """Best first. No -ffast-math: NaN and inf must come through. The source is vectorised by hand already, and letting
     the compiler vectorise the leftover loops as well doubles compile time."""
-    base = ["-std=gnu++17", "-O3", "-fno-tree-vectorize", "-fno-math-errno", "-shared", "-fPIC"]
+    base = ["-std=gnu++17", "-O3", "-fno-tree-vectorize", "-fno-math-errno", "-fPIC"]
     native = [*base, "-march=native"]
     # torch brings its own OpenMP runtime. Linked to that very file we share its threads; a second runtime would start
     # threads of its own, and the two sets would compete for the cores.

@@ -43,7 +43,7 @@ class Tracker:
             self.calibration = gns.Calibration(config.gns_half_life_tokens, EARLY)
         self.norm_sites = [i for i, site in enumerate(self.sites["exact"]) if site[1] == "norm"]
         self.probes, self.taken, self.held, self.micro_sq, self.rank_sq = {}, [], None, None, None
-        self.last = {}  # numbers of the newest step alone
+        self.last, self.example = {}, None  # numbers of the newest step alone; squared norms of its examples' gradients
 
     def new_scale(self):
         return gns.NoiseScale(self.config.gns_half_life_tokens, EARLY)
@@ -122,10 +122,6 @@ class Tracker:
             record["rank_sq"] = self.rank_sq / loss_scale**2 / world
         record = self.sum_over_ranks(record)
         record["bad"] = torch.logical_not(torch.isfinite(record["param_sq"].sum()) & torch.isfinite(record["loss"])).float()
-        if "example" in record:
-            example = record["example"]  # (B,)
-            record["example"] = torch.stack([example.max(), example.median(), example.std(correction=1)
-                                             if len(example) > 1 else example.new_zeros(())])
         return record
 
     def in_order(self, example):
@@ -148,8 +144,8 @@ class Tracker:
     def absorb(self, record, mode, B, tokens):
         """Bring the averages up to date with one step; record {name: float64 array}."""
         if mode != "off":
-            largest, median, spread = record["example"]
-            self.last = {"gns/example_max": float(largest), "gns/example_median": float(median)}
+            self.last = {}
+            self.example = record["example"]
         if B == 1:
             return  # one example says nothing about noise
         for group, (sites, params) in self.members.get(mode, {}).items():
@@ -170,14 +166,17 @@ class Tracker:
                     params = self.members["exact"][group][1]
                     small, big = float(record[f"{kind}_sq"][params].sum()), float(record["param_sq"][params].sum())
                     self.scales[f"{group}_{kind}"].update(*gns.unbiased_pair(small, big, n_small, B), tokens)
-        if mode != "off":
-            # Jackknife over examples of the mean `small`, with `big` held, since norms alone do not tell how |G|^2 moves
-            # when an example is left out: good for tr_sigma, which is nearly `small`; of sq_norm it would say too little.
-            self.last["gns/step_tr_sigma_se"] = float(spread) / B**0.5 / (1 - 1 / B)
 
     def row(self):
         """The keys of a log line."""
         row = dict(self.last)
+        if self.example is not None:
+            row |= {"gns/example_max": float(self.example.max()), "gns/example_median": float(np.median(self.example))}
+            B = len(self.example)
+            if B > 1:
+                # Jackknife over examples of the mean `small`, with `big` held, since norms alone do not tell how |G|^2 moves
+                # when an example is left out: good for tr_sigma, which is nearly `small`; of sq_norm it would say too little.
+                row["gns/step_tr_sigma_se"] = float(self.example.std(ddof=1)) / B**0.5 / (1 - 1 / B)
         for name, scale in self.scales.items():
             low, high = scale.interval() or (None, None)
             row |= {f"gns/{name}": scale.gns, f"gns/{name}_low": low, f"gns/{name}_high": high,

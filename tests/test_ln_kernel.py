@@ -374,10 +374,10 @@ print(ln_kernel.choose_impl("cpu")[0], *(f for f in files if "omp" in f.split("/
 
 @pytest.fixture
 def quick_compiler(tmp_path):
-    """The real compiler without optimisation: takes a second."""
+    """The real compiler without optimisation."""
     wrapper = tmp_path / "cxx"
     real = " ".join(ln_kernel._find_compiler())
-    wrapper.write_text(f'#!/bin/bash\nexec {real} "${{@/-O3/-O0}}"\n')
+    wrapper.write_text(f'#!/bin/bash\nexec {real} "${{@/-O[23]/-O0}}"\n')
     wrapper.chmod(0o755)
     return {"CXX": str(wrapper), "RIGHTBATCH_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
 
@@ -398,8 +398,9 @@ def test_two_processes_with_an_empty_cache_both_succeed(quick_compiler, tmp_path
         impl, *runtimes = out.split()
         assert impl == "cpu", err
         assert len(runtimes) == 1, f"we and torch should share one OpenMP runtime: {runtimes}"
-        assert err.count("compiling") <= 1 and "Warning" not in err
-    assert [f.suffix for f in (tmp_path / "cache").iterdir()] == [".so"]
+        assert "Warning" not in err
+    assert sum(err.count("compiling") for _, err in outputs) == 1, "one compiles, the other waits for it"
+    assert sorted(f.suffix for f in (tmp_path / "cache").iterdir()) == ["", ".so"], "the lock, the library, and no rest"
 
 
 @pytest.mark.parametrize("compiler", [None, ["false"]], ids=["none there", "broken"])

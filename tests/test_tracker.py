@@ -121,9 +121,9 @@ def test_example_statistics_are_those_of_the_examples(setting):
     grads = example_gradients(model, x, y)
     totals = np.array([sum(float((g**2).sum()) for g in e.values()) for e in grads])
     config = Config(gns="exact", micro_batch_size=4, batch_size=12, **SHAPE)
-    last = one_step(config, model, optimizer, x, y).last
+    last = one_step(config, model, optimizer, x, y).row()
     assert last["gns/example_max"] == pytest.approx(totals.max(), rel=1e-4)
-    assert last["gns/example_median"] == pytest.approx(np.sort(totals)[5], rel=1e-4)
+    assert last["gns/example_median"] == pytest.approx(np.median(totals), rel=1e-4)
     # the jackknife by hand: leave each example out of `small`, with `big` held
     B = len(totals)
     left_out = np.array([np.delete(totals, b).mean() for b in range(B)]) / (1 - 1 / B)
@@ -136,10 +136,11 @@ def test_a_calibration_step_logs_the_same_statistics_as_its_neighbours(setting):
     found = []
     for every in (0, 1):
         config = Config(gns="norm", micro_batch_size=4, batch_size=12, gns_calibrate_tokens=every, gns_adam=False, **SHAPE)
-        found.append(one_step(config, model, optimizer, x, y).last)
+        found.append(one_step(config, model, optimizer, x, y).row())
         optimizer.zero_grad()
-    assert found[0].keys() == found[1].keys()
-    assert all(found[1][k] == pytest.approx(found[0][k], rel=1e-3) for k in found[0])
+    numbers = {k: v for k, v in found[0].items() if v is not None}
+    assert {"gns/example_max", "gns/example_median", "gns/norm_step_tr_sigma", "gns/step_tr_sigma_se"} <= numbers.keys()
+    assert all(found[1][k] == pytest.approx(v, rel=1e-3) for k, v in numbers.items())
 
 
 def test_adams_metric_survives_a_skipped_first_step_and_ignores_what_never_had_a_gradient():

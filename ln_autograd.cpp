@@ -1,0 +1,116 @@
+// ln_kernel.cpp as torch operators, with their autograd in C++: through Python a norm layer spends as long on the way into
+// the kernel as in it. ln_kernel.py compiles both files into one library and says what the arguments mean.
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+extern "C" void norm_forward(const void* x, const float* w, const float* b, void* y, float* stats, int64_t rows, int64_t C,
+                             float eps, int rms, int dtypes, int threads);
+extern "C" void norm_backward(const void* dy, const void* x, const float* w, const float* stats, const float* metric, void* dx,
+                              float* dw, float* db, float* sq, int64_t B, int64_t T, int64_t C, int rms, int dtypes,
+                              int threads);
+
+namespace {
+
+using at::Tensor;
+using Maybe = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// The usual case first: calls are short, and each operation on the way counts.
+Tensor as_float(const Maybe& t) {
+    if (!t) return Tensor();
+    return t->scalar_type() == at::kFloat && t->is_contiguous() ? *t : t->to(at::kFloat).contiguous();
+}
+
+template <class T = void> T* data(const Tensor& t) { return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr; }
+
+// Below, waking a thread costs more than it saves.
+int threads_for(const Tensor& x) { return x.numel() >= 32768 ? at::get_num_threads() : 1; }
+
+int dtypes_of(at::ScalarType x, at::ScalarType y) {
+    TORCH_CHECK((x == at::kFloat && (y == at::kFloat || y == at::kBFloat16)) || (x == at::kBFloat16 && y == x),
+                "no norm kernel from ", x, " to ", y);
+    return x == at::kBFloat16 ? 2 : y == at::kBFloat16;
+}
+
+std::tuple<Tensor, Tensor> run_forward(const Tensor& input, const Tensor& weight, const Maybe& bias, double eps, bool rms,
+                                   at::ScalarType dtype) {
+    const Tensor x = input.contiguous(), w = as_float(weight), b = as_float(bias);
+    const int64_t C = x.size(-1), rows = x.numel() / C;
+    Tensor y = at::empty_like(x, x.options().dtype(dtype)), stats = at::empty({rms ? 1 : 2, rows}, w.options());
+    norm_forward(data(x), data<float>(w), data<float>(b), data(y), data<float>(stats), rows, C, eps, rms,
+                 dtypes_of(x.scalar_type(), dtype), threads_for(x));
+    return {y, stats};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> run_backward(const Tensor& dout, const Tensor& input, const Tensor& weight,
+                                                    const Tensor& stats, const Maybe& metric, bool rms, bool has_bias,
+                                                    bool tracked) {
+    const Tensor dy = dout.contiguous(), x = input.contiguous(), w = as_float(weight), p = as_float(metric);
+    const int64_t B = x.size(0), C = x.size(-1), T = stats.size(1) / B;
+    Tensor dx = at::empty_like(x), dw = at::empty_like(w), db, sq;
+    if (has_bias) db = at::empty_like(w);
+    if (tracked) sq = at::empty({(rms ? 1 : 2) * (p.defined() ? 2 : 1), B}, w.options());
+    norm_backward(data(dy), data(x), data<float>(w), data<float>(stats), data<float>(p), data(dx), data<float>(dw),
+                  data<float>(db), data<float>(sq), B, T, C, rms, dtypes_of(x.scalar_type(), dy.scalar_type()),
+                  threads_for(x));
+    if (weight.scalar_type() != at::kFloat) {
+        dw = dw.to(weight.scalar_type());
+        if (has_bias) db = db.to(weight.scalar_type());
+    }
+    return {dx, dw, db, sq};
+}
+
+struct Norm : torch::autograd::Function<Norm> {
+    static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, const Maybe& bias, const Maybe& probe,
+                          const Maybe& metric, double eps, bool rms, at::ScalarType dtype) {
+        at::AutoDispatchBelowADInplaceOrView below;
+        auto [y, stats] = run_forward(x, weight, bias, eps, rms, dtype);
+        ctx->save_for_backward({x, weight, stats, metric.value_or(Tensor())});
+        ctx->saved_data["flags"] = int64_t(rms) | int64_t(bias.has_value()) << 1 | int64_t(probe.has_value()) << 2;
+        return y;
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& dy) {
+        TORCH_CHECK(!at::GradMode::is_enabled(), "the norm layers' backward pass cannot be differentiated again: "
+                    "create_graph=True needs norm_impl='torch'");
+        const variable_list saved = ctx->get_saved_variables();   // under activation checkpointing this runs the forward again
+        at::AutoDispatchBelowADInplaceOrView below;
+        const int64_t flags = ctx->saved_data["flags"].toInt();
+        const Maybe metric = saved[3].defined() ? Maybe(saved[3]) : std::nullopt;
+        auto [dx, dw, db, sq] = run_backward(dy[0], saved[0], saved[1], saved[2], metric, flags & 1, flags & 2, flags & 4);
+        return {dx, dw, db, sq, Tensor(), Tensor(), Tensor(), Tensor()};
+    }
+};
+
+Tensor norm(const Tensor& x, const Tensor& weight, const Maybe& bias, const Maybe&, const Maybe&, double eps, bool rms,
+            at::ScalarType dtype) {
+    return std::get<0>(run_forward(x, weight, bias, eps, rms, dtype));
+}
+
+Tensor norm_autograd(const Tensor& x, const Tensor& weight, const Maybe& bias, const Maybe& probe, const Maybe& metric,
+                     double eps, bool rms, at::ScalarType dtype) {
+    return Norm::apply(x, weight, bias, probe, metric, eps, rms, dtype);
+}
+
+}  // namespace
+
+TORCH_LIBRARY(rightbatch_cpu, m) {
+    m.def("norm(Tensor x, Tensor weight, Tensor? bias, Tensor? probe, Tensor? metric, float eps, bool rms, "
+          "ScalarType dtype) -> Tensor");
+    m.def("forward(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms, ScalarType dtype) -> (Tensor, Tensor)");
+    m.def("backward(Tensor dy, Tensor x, Tensor weight, Tensor stats, Tensor? metric, bool rms, bool has_bias, "
+          "bool tracked) -> (Tensor, Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(rightbatch_cpu, CPU, m) {
+    m.impl("norm", norm);
+    m.impl("forward", run_forward);
+    m.impl("backward", run_backward);
+}
+
+TORCH_LIBRARY_IMPL(rightbatch_cpu, AutogradCPU, m) { m.impl("norm", norm_autograd); }
