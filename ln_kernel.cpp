@@ -4,9 +4,11 @@
 // entry points are at the bottom. C++17 with the vector extensions of GCC and Clang, intrinsics only for what those
 // lack, and no torch headers, so it builds in seconds.
 //
-// Forward:  y = (x - mean) * rstd * w + b, mean and rstd kept in float32. RMSNorm: mean = 0, b = 0.
+// Forward:  y = (x - mean) * rstd * w + b, mean and rstd kept in float32. RMSNorm: mean = 0, b = 0. Where a branch ends in
+//           the residual stream, x + branch comes first, and its row is normalised while it is in L1.
 // Backward: xhat = (x - mean) * rstd,  g = dy * w
 //           dx = rstd * (g - mean_C(g) - xhat * mean_C(g * xhat))        (no mean_C(g) in RMSNorm)
+//           plus, after a branch, what arrives for x + branch from its other uses
 //           example b adds  c_b = sum_T(dy * xhat)  to dweight and  sum_T(dy)  to dbias
 //           sq[b] = |c_b|^2, and sum_j p_j c_bj^2 with a metric p
 //
@@ -241,6 +243,7 @@ inline void forward_rows(const X* x, const float* w, const float* b, Y* y, float
 
 template <class X, class Y> struct Backward {
     const Y* dy;               // (B, T, C)
+    const X* ds;               // (B, T, C) or null: added to dx
     const X* x;                // (B, T, C)
     const float* w;            // (C,)
     const float *rstd, *mean;  // (B * T,) each
@@ -281,13 +284,19 @@ inline void backward_row(const Backward<X, Y>& a, int64_t row, float* acc_w, flo
         for (int64_t j = 0; j < C; ++j) store(dx + j, std::numeric_limits<float>::quiet_NaN());
         return;
     }
-    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) {
-        using V = decltype(v);
-        __builtin_prefetch(x + C + j);   // the next row, while this loop leaves the memory bus to writes
-        __builtin_prefetch(dy + C + j);
-        const V g = load<V>(dy + j) * load<V>(a.w + j), xj = load<V>(x + j);
-        store(dx + j, g * rstd - (Rms ? xj * slope : (xj - mean) * slope + shift), a.stream);
-    });
+    const auto write = [&](auto add) {
+        for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) {
+            using V = decltype(v);
+            __builtin_prefetch(x + C + j);   // the next row, while this loop leaves the memory bus to writes
+            __builtin_prefetch(dy + C + j);
+            const V g = load<V>(dy + j) * load<V>(a.w + j), xj = load<V>(x + j);
+            const V d = g * rstd - (Rms ? xj * slope : (xj - mean) * slope + shift);
+            if constexpr (add) store(dx + j, d + load<V>(a.ds + row * C + j), a.stream);
+            else store(dx + j, d, a.stream);
+        });
+    };
+    if (a.ds) write(std::true_type{});
+    else write(std::false_type{});
 }
 
 // What one thread has: a range of rows, and three buffers of 2C floats (weight part, bias part).
@@ -418,13 +427,18 @@ template <bool Rms, bool Bias, class X, class Y> void backward(Backward<X, Y> a,
 }
 
 template <bool Rms, class X, class Y>
-void forward(const X* x, const float* w, const float* b, Y* y, float* stats, int64_t rows, int64_t C, float eps,
-             bool stream, int threads) {
+void forward(const X* x, const Y* branch, X* sum, const float* w, const float* b, Y* y, float* stats, int64_t rows, int64_t C,
+             float eps, bool stream, int threads) {
     on_threads(threads, [=](int thread, int n) {
         const int64_t end = rows * (thread + 1) / n, most = C <= kShortRow ? kForwardRows : 1;
         for (int64_t i = rows * thread / n, count; i < end; i += count) {
             count = std::min(most, end - i);
-            forward_rows<X, Y, Rms>(x + i * C, w, b, y + i * C, stats + i, stats + rows + i, count, C, eps, stream);
+            if (branch) for_channels(count * C, [=, from = i * C](auto v, int64_t j, int) {
+                using V = decltype(v);
+                store(sum + from + j, load<V>(x + from + j) + load<V>(branch + from + j));
+            });
+            forward_rows<X, Y, Rms>((branch ? sum : x) + i * C, w, b, y + i * C, stats + i, stats + rows + i, count, C, eps,
+                                    stream);
         }
         if (stream) end_stream();
     });
@@ -435,26 +449,30 @@ void forward(const X* x, const float* w, const float* b, Y* y, float* stats, int
 extern "C" {
 
 // dtypes: 0 float32 x and y, 1 float32 x and bf16 y, 2 bf16 x and y. stats: (2, rows) rstd and mean; RMSNorm: rstd.
-void norm_forward(const void* x, const float* w, const float* b, void* y, float* stats, int64_t rows, int64_t C,
-                  float eps, int rms, int dtypes, int threads) {
+// branch, of y's dtype, may be null; else sum, of x's, gets x + branch, and that is normalised.
+void norm_forward(const void* x, const void* branch, void* sum, const float* w, const float* b, void* y, float* stats,
+                  int64_t rows, int64_t C, float eps, int rms, int dtypes, int threads) {
     auto run = [=](auto x, auto y) {
+        using X = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
+        using Y = std::remove_pointer_t<decltype(y)>;
         const bool stream = should_stream(y, rows, C);
-        if (rms) forward<true>(x, w, b, y, stats, rows, C, eps, stream, threads);
-        else forward<false>(x, w, b, y, stats, rows, C, eps, stream, threads);
+        const auto f = rms ? forward<true, X, Y> : forward<false, X, Y>;
+        f(x, (const Y*)branch, (X*)sum, w, b, y, stats, rows, C, eps, stream, threads);
     };
     if (dtypes == 0) run((const float*)x, (float*)y);
     if (dtypes == 1) run((const float*)x, (bf16*)y);
     if (dtypes == 2) run((const bf16*)x, (bf16*)y);
 }
 
-void norm_backward(const void* dy, const void* x, const float* w, const float* stats, const float* metric, void* dx,
-                   float* dw, float* db, float* sq, int64_t B, int64_t T, int64_t C, int rms, int dtypes,
+// x: what was normalised. ds, of x's dtype, may be null: it is added to dx.
+void norm_backward(const void* dy, const void* ds, const void* x, const float* w, const float* stats, const float* metric,
+                   void* dx, float* dw, float* db, float* sq, int64_t B, int64_t T, int64_t C, int rms, int dtypes,
                    int threads) {
     auto run = [=](auto dy, auto x) {
         using X = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
         using Y = std::remove_const_t<std::remove_pointer_t<decltype(dy)>>;
         const bool stream = should_stream((X*)dx, B * T, C);
-        const Backward<X, Y> a{dy, x, w, stats, stats + B * T, metric, (X*)dx, dw, db, sq, B, T, C, stream};
+        const Backward<X, Y> a{dy, (const X*)ds, x, w, stats, stats + B * T, metric, (X*)dx, dw, db, sq, B, T, C, stream};
         if (rms) backward<true, false>(a, threads);
         else if (db) backward<false, true>(a, threads);
         else backward<false, false>(a, threads);

@@ -2,6 +2,7 @@
 
     y = layer_norm(x, weight, bias, probe)      # x (B, ..., C), an example is one index of the first dimension
     y = rms_norm(x, weight, probe)
+    x, y = add_layer_norm(x, branch, weight, bias, probe)      # x + branch and its norm, as residual streams need them
     y.backward(...);  probe.grad                # (2, B) for layer_norm: row 0 weight, row 1 bias; (1, B) for rms_norm
 
 `probe` is float32 zeros that require grad. The gradient it gets is not that of a zero: it is |c_b|^2, where c_b is what
@@ -59,6 +60,16 @@ def rms_norm(x, weight, probe=None, eps=1e-5, impl="auto", metric=None):
     return _norm(x, weight, None, probe, metric, eps, True, impl)
 
 
+def add_layer_norm(x, branch, weight, bias=None, probe=None, eps=1e-5, impl="auto", metric=None):
+    """x + branch, and layer_norm of it. The cpu kernel does both in one pass, and in one pass backward."""
+    return _add_norm(x, branch, weight, bias, probe, metric, eps, False, impl)
+
+
+def add_rms_norm(x, branch, weight, probe=None, eps=1e-5, impl="auto", metric=None):
+    """x + branch, and rms_norm of it."""
+    return _add_norm(x, branch, weight, None, probe, metric, eps, True, impl)
+
+
 @functools.cache
 def _choose(kind):
     if kind == "cpu" and _library() is not None:
@@ -83,15 +94,28 @@ def _norm(x, weight, bias, probe, metric, eps, rms, impl):
             raise ValueError("impl='torch' has no per-example norms: pass probe=None, or use impl='auto'")
         return F.rms_norm(x, weight.shape, weight, eps) if rms else F.layer_norm(x, weight.shape, weight, bias, eps)
     _check(x, weight, probe, metric, rms)
-    out_dtype = x.dtype
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        out_dtype = torch.get_autocast_dtype(x.device.type)
+    out_dtype = _output_dtype(x)
     impl = _resolve(impl, x.device.type, x.dtype, out_dtype)
     if impl != "ref" and torch.compiler.is_compiling():   # ref is left to the compiler: it can fuse it
         return norm_forward_op(x, weight, bias, probe, metric, eps, rms, out_dtype, impl)[0]
     if impl == "cpu":
         return _library().norm(x, weight, bias, probe, metric, eps, rms, out_dtype)
     return _apply(x, weight, bias, probe, metric, (eps, rms, out_dtype, impl))
+
+
+def _add_norm(x, branch, weight, bias, probe, metric, eps, rms, impl):
+    if impl != "torch" and x.shape == branch.shape and branch.dtype == _output_dtype(x) and not torch.compiler.is_compiling():
+        _check(x, weight, probe, metric, rms)
+        if _resolve(impl, x.device.type, x.dtype, branch.dtype) == "cpu":
+            return _library().add_norm(x, branch, weight, bias, probe, metric, eps, rms, branch.dtype)
+    x = x + branch
+    return x, _norm(x, weight, bias, probe, metric, eps, rms, impl)
+
+
+def _output_dtype(x):
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
 
 
 def _check(x, weight, probe, metric, rms):
@@ -199,14 +223,14 @@ def cpu_backward(*args):
 
 @functools.cache
 def _library():
-    """The compiled operators norm, forward and backward, or None, with one warning, where they cannot be had."""
+    """The compiled operators, or None, with one warning, where they cannot be had."""
     try:
         torch.ops.load_library(_build())
     except (OSError, RuntimeError) as e:
         warnings.warn(f"norm layers use plain torch, several times slower: no C++ kernel ({e})", stacklevel=2)
         return None
     ops = torch.ops.rightbatch_cpu   # .default: without a search for the overload at each call
-    return types.SimpleNamespace(norm=ops.norm.default, forward=ops.forward.default, backward=ops.backward.default)
+    return types.SimpleNamespace(**{name: getattr(ops, name).default for name in ("norm", "add_norm", "forward", "backward")})
 
 
 def _build():

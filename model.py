@@ -69,14 +69,21 @@ class Norm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.n_embd))
         self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and self.kind == "layernorm" else None
 
-    def forward(self, x, tap=None):
+    def forward(self, x, branch=None, tap=None):
+        """x + branch, and its norm: one pass over memory (ln_kernel.add_layer_norm) where there were two."""
         probe, metric = (None, None) if tap is None else (tap.probe, tap.weight_metric)
         if self.kind == "rmsnorm":
-            return ln_kernel.rms_norm(x, self.weight, None if tap is None else tap.weight_rows(), impl=self.impl,
-                                      metric=None if metric is None else metric[None])
-        if metric is not None:
-            metric = torch.stack([metric, torch.zeros_like(metric) if tap.bias_metric is None else tap.bias_metric])
-        return ln_kernel.layer_norm(x, self.weight, self.bias, probe, impl=self.impl, metric=metric)
+            parameters, probe = (self.weight,), None if tap is None else tap.weight_rows()
+            metric = None if metric is None else metric[None]
+            alone, after = ln_kernel.rms_norm, ln_kernel.add_rms_norm
+        else:
+            parameters = self.weight, self.bias
+            if metric is not None:
+                metric = torch.stack([metric, torch.zeros_like(metric) if tap.bias_metric is None else tap.bias_metric])
+            alone, after = ln_kernel.layer_norm, ln_kernel.add_layer_norm
+        if branch is None:
+            return x, alone(x, *parameters, probe, impl=self.impl, metric=metric)
+        return after(x, branch, *parameters, probe, impl=self.impl, metric=metric)
 
 
 class Attention(nn.Module):
@@ -122,9 +129,11 @@ class Block(nn.Module):
         self.ln_1, self.attn = Norm(config), Attention(config, layer)
         self.ln_2, self.mlp = Norm(config), MLP(config)
 
-    def forward(self, x, taps):
-        x = x + self.attn(self.ln_1(x, taps.get("ln_1")), taps)
-        return x + self.mlp(self.ln_2(x, taps.get("ln_2")), taps)
+    def forward(self, x, branch, taps):
+        """x is the residual stream, branch what the next norm layer has still to add to it."""
+        x, y = self.ln_1(x, branch, taps.get("ln_1"))
+        x, y = self.ln_2(x, self.attn(y, taps), taps.get("ln_2"))
+        return x, self.mlp(y, taps)
 
 
 class GPT(nn.Module):
@@ -156,15 +165,15 @@ class GPT(nn.Module):
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
         taps = self.taps(probes, metrics)
         x, link = self.embed(idx, taps)  # (B, T, C)
-        x = F.dropout(x, self.config.dropout, self.training)
+        x, branch = F.dropout(x, self.config.dropout, self.training), None
         for layer, block in enumerate(self.h):
             prefix = f"h.{layer}."
             own = {name[len(prefix):]: tap for name, tap in taps.items() if name.startswith(prefix)}
             if self.config.activation_checkpointing == "block" and self.training:
-                x = checkpoint(block, x, own, use_reentrant=False)
+                x, branch = checkpoint(block, x, branch, own, use_reentrant=False)
             else:
-                x = block(x, own)
-        x = self.ln_f(x, taps.get("ln_f"))
+                x, branch = block(x, branch, own)
+        _, x = self.ln_f(x, branch, taps.get("ln_f"))
         if targets is None:
             return self.lm_head(x[:, -1:]), None
         tap = taps.get("wte" if self.config.tie_weights else "lm_head")

@@ -284,6 +284,106 @@ def test_a_weight_that_is_not_a_number_reaches_every_input_gradient(dtype):
     assert dw.isfinite().all() and sq.isfinite().all(), "weight.grad does not depend on the weight"
 
 
+# ---- a branch added on the way
+
+def add_norm_grads(case, impl, fused, layout=lambda t: t):
+    """sum, y, and the gradients of x, branch, parameters and probe, where both results are used."""
+    leaves, probe = case.leaves(), case.probe()
+    x = layout(leaves[0].detach()).requires_grad_()
+    generator = torch.Generator().manual_seed(3)
+    branch = layout(torch.randn(case.x.shape, generator=generator).to(case.y_dtype)).requires_grad_()
+    ds = torch.randn(case.x.shape, generator=generator).to(case.x_dtype)
+    names = ("rms_norm", "add_rms_norm") if case.rms else ("layer_norm", "add_layer_norm")
+    alone, after = (getattr(ln_kernel, name) for name in names)
+    parameters = leaves[1:] if case.rms or case.b is not None else [leaves[1], None]
+    with torch.autocast("cpu", torch.bfloat16, enabled=case.x_dtype != case.y_dtype):
+        if fused:
+            total, y = after(x, branch, *parameters, probe=probe, impl=impl, metric=case.p)
+        else:
+            total = x + branch
+            y = alone(total, *parameters, probe=probe, impl=impl, metric=case.p)
+    grads = torch.autograd.grad([total, y], [x, branch, *leaves[1:], probe], [ds, case.dy])
+    return [total.detach(), y.detach(), *grads]
+
+
+@pytest.mark.parametrize("impl", ["ref", "cpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("shape", [(3, 70, 1), (2, 7, 1023), (6, 32), (3, 230, 96), (2, 3, 4, 40), (1, 3, 4097)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_adding_a_branch_on_the_way_is_adding_it_before(kind, shape, dtype, impl):
+    case = Case(shape, kind, dtype, metric=shape[-1] == 96)
+    separate, fused = (add_norm_grads(case, impl, fused) for fused in (False, True))
+    total, y, dx, dbranch, *rest = fused
+    assert torch.equal(total, separate[0]) and torch.equal(y, separate[1])
+    # the sum of two gradients is rounded once in place of twice: at most one rounding of the larger away
+    torch.testing.assert_close(dx, separate[2], rtol=0, atol=2 * torch.finfo(dx.dtype).eps * dx.abs().max().item())
+    assert dbranch.dtype == case.y_dtype and torch.equal(dbranch, dx.to(case.y_dtype))
+    for got, expected in zip(rest, separate[4:], strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_the_gradient_after_a_branch_is_that_of_float64():
+    case = Case((3, 20, 50))
+    oracle_x, w, b = case.leaves(torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    branch, ds = (torch.randn(case.x.shape, generator=generator).double() for _ in range(2))
+    total = oracle_x + branch
+    truth, = torch.autograd.grad([total, F.layer_norm(total, (50,), w, b)], oracle_x, [ds, case.dy.double()])
+    torch.testing.assert_close(add_norm_grads(case, "cpu", True)[2].double(), truth, rtol=1e-5, atol=1e-5)
+
+
+def test_memory_layout_does_not_matter_after_a_branch():
+    case = Case((3, 20, 50))
+    plain, strided = (add_norm_grads(case, "cpu", True, layout) for layout in (
+        lambda t: t, lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2]))
+    assert all(torch.equal(a, b) for a, b in zip(plain, strided, strict=True))
+
+
+@pytest.mark.parametrize("used", ["sum", "norm"])
+def test_either_result_alone_may_be_used(used):
+    case = Case((3, 4, 10))
+    x, w, b = case.leaves()
+    branch, probe = torch.randn(3, 4, 10, requires_grad=True), case.probe()
+    total, y = ln_kernel.add_layer_norm(x, branch, w, b, probe, impl="cpu")
+    if used == "sum":
+        total.backward(case.dy)
+        assert torch.equal(x.grad, case.dy) and torch.equal(branch.grad, case.dy) and w.grad is None and probe.grad is None
+    else:
+        y.backward(case.dy)
+        case.x = (case.x + branch).detach()
+        for got, expected in zip([x, w, b, probe], case.ours("cpu")[1:], strict=True):
+            assert torch.equal(got.grad, expected)
+        assert torch.equal(branch.grad, x.grad)
+
+
+def test_a_branch_of_another_dtype_or_shape_is_added_as_torch_does():
+    case = Case((3, 4, 10))
+    for branch in (torch.randn(3, 4, 10).bfloat16(), torch.randn(10), torch.randn(3, 4, 10).double()):
+        total, y = ln_kernel.add_layer_norm(case.x, branch, case.w.to(total_dtype := (case.x + branch).dtype), impl="auto")
+        assert total.dtype == total_dtype and torch.equal(total, case.x + branch)
+        assert torch.equal(y, ln_kernel.layer_norm(total, case.w.to(total_dtype)))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_checkpointing_and_compiling_change_nothing_after_a_branch(compiled):
+    case, branch = Case((3, 130, 90)), torch.randn(3, 130, 90)
+
+    def block(x, w, b, probe):
+        total, y = ln_kernel.add_layer_norm(x, branch, w, b, probe, impl="cpu")
+        return total.cos() + ln_kernel.add_layer_norm(total, y.sin(), w, b, impl="cpu")[1]
+
+    def grads(f):
+        leaves, probe = case.leaves(), case.probe()
+        return torch.autograd.grad(f(*leaves, probe), [*leaves, probe], case.dy)
+
+    expected = grads(block)
+    for f in (block, lambda *args: checkpoint(block, *args, use_reentrant=False)):
+        f = torch.compile(f, fullgraph=True, backend="aot_eager") if compiled else f
+        for got, truth in zip(grads(f), expected, strict=True):
+            torch.testing.assert_close(got, truth, rtol=1e-5, atol=1e-5 * truth.abs().max().item())
+    torch.compiler.reset()
+
+
 # ---- errors
 
 def test_a_second_derivative_is_refused_and_not_wrong():
