@@ -135,6 +135,11 @@ class Block(nn.Module):
         x, y = self.ln_2(x, self.attn(y, taps), taps.get("ln_2"))
         return x, self.mlp(y, taps)
 
+    def whole(self, x, taps):
+        """One tensor in, one out: all that activation checkpointing has to keep."""
+        x, branch = self(x, None, taps)
+        return x + branch
+
 
 class GPT(nn.Module):
     def __init__(self, config):
@@ -170,7 +175,7 @@ class GPT(nn.Module):
             prefix = f"h.{layer}."
             own = {name[len(prefix):]: tap for name, tap in taps.items() if name.startswith(prefix)}
             if self.config.activation_checkpointing == "block" and self.training:
-                x, branch = checkpoint(block, x, branch, own, use_reentrant=False)
+                x = checkpoint(block.whole, x, own, use_reentrant=False)
             else:
                 x, branch = block(x, branch, own)
         _, x = self.ln_f(x, branch, taps.get("ln_f"))

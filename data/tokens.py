@@ -8,10 +8,12 @@ train.bin and val.bin are raw little-endian token ids: uint8 (tokenizer "bytes",
 """
 
 import argparse
+import ctypes
 import errno
 import hashlib
 import json
 import os
+import platform
 import re
 import secrets
 import sys
@@ -163,6 +165,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def return_large_blocks():
+    """Have glibc give freed blocks of 128 KiB and more back to the system. By default it raises that size with every
+    larger block it frees and keeps them in pieces: twice the memory after 100 MB of text that is not all ASCII."""
+    if platform.libc_ver()[0] == "glibc":
+        M_MMAP_THRESHOLD = -3
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
+
+
 def encode_unit(tokenizer, unit):
     """[(text, ends), ...] -> ids in the file's dtype, number of documents that end, bytes of text."""
     separator = np.array([tokenizer.separator], tokenizer.dtype)
@@ -182,6 +192,7 @@ def encode_all(tokenizer, documents):
     Threads are enough: tiktoken releases the GIL. A bounded window of units is in flight, so memory does not grow
     with the text. `ends` says that a document is over; text that comes in parts is cut by `pieces` beforehand.
     """
+    return_large_blocks()
     waiting = deque()
     with ThreadPoolExecutor(cores()) as pool:
         try:

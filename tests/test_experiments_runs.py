@@ -13,6 +13,7 @@ sys.path.insert(0, os.path.join(ROOT, "experiments"))
 
 import accumulation  # noqa: E402
 import attention_divergence  # noqa: E402
+import bf16_quality  # noqa: E402
 import cross_rank  # noqa: E402
 import lr_tuning  # noqa: E402
 import temperature  # noqa: E402
@@ -236,3 +237,40 @@ def test_accumulation_says_which_scaling_was_best():
     grown[0]["predicted"] = table[1]["coherence_predicted"] = None
     text = accumulation.finding(table, grown, {"none": [2.0, 1.9], "sqrt": [2.0, 2.1], "linear": [2.0, 3.0]})
     assert "says" not in text and "scaling none, -0.100 nats" in text
+
+
+# -- bf16_quality.py
+
+def test_bf16_products_in_fp32_are_those_of_bf16():
+    """The C++ of torch, slow but right, against the fp32 units with a rounding; in the backward pass too."""
+    import torch
+    import torch.nn.functional as F
+
+    def step():
+        generator = torch.Generator().manual_seed(0)
+        x, w = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((2, 3, 8, 16), (16, 16)))
+        with torch.autocast("cpu", torch.bfloat16):
+            q = F.linear(x, w)
+            y = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+            assert y.dtype == torch.bfloat16
+        y.float().square().sum().backward()
+        return [y.detach(), x.grad, w.grad]
+
+    expected, mode = step(), bf16_quality.float32_products()
+    with mode:
+        found = step()
+    assert mode.calls == 5, "two products and attention forward; attention and the products of x and w backward"
+    for got, truth in zip(found, expected, strict=True):
+        error = (got - truth).float().abs().max() / truth.float().abs().max()
+        assert 0 <= error < 2 * torch.finfo(torch.bfloat16).eps, error
+
+
+def test_bf16_quality_runs_every_seed_in_both_and_compares_with_the_spread(tiny):
+    result = tiny(bf16_quality, "--seeds=2")
+    assert sorted(tiny.runs) == [f"{dtype}_seed{seed}" for dtype in ("bfloat16", "float32") for seed in (0, 1)]
+    assert all(len(v) == 2 for v in result["final_losses"].values())
+    assert result["final_losses"]["float32"] != result["final_losses"]["bfloat16"]
+    inside = bf16_quality.finding({"float32": [1.0, 1.2], "bfloat16": [1.1, 1.14]}, True)
+    outside = bf16_quality.finding({"float32": [1.0, 1.2], "bfloat16": [1.3, 1.3]}, False)
+    assert "+0.0200" in inside and "inside the spread" in inside and "fp32 units" in inside
+    assert "outside the spread" in outside and "fp32 units" not in outside
