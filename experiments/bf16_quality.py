@@ -21,7 +21,7 @@ import hardware
 import jobs
 import plot
 
-PAPER = "The paper's runs, like all on GPUs, are of use if bf16 trains as fp32 does: is the final loss within the spread of seeds?"
+PAPER = "The paper's method is of use on GPUs if bf16 trains as fp32 does: is the final loss within the spread of seeds?"
 DTYPES = ("float32", "bfloat16")
 TINY = dict(dtype="auto", max_tokens=512, eval_iters=2)
 
