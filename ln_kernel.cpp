@@ -142,7 +142,7 @@ inline void store(float* p, Two v, bool stream = false) {
 }
 
 // Rounds as round_to_bf16 does, for values that are numbers, infinite, or a NaN that arithmetic made: its low bits are 0,
-// so that rounding carries nothing. backward_row keeps all other NaNs away.
+// so that rounding carries nothing. backward_block writes all other NaNs.
 inline void store(bf16* p, Two v, bool stream = false) {
     const vec_u32 a = bit_cast<vec_u32>(v.a), b = bit_cast<vec_u32>(v.b);
     const vec_u32 even = (a + 0x7fffu + ((a >> 16) & 1u)) >> 16, odd = b + 0x7fffu + ((b >> 16) & 1u);
@@ -259,44 +259,78 @@ template <class X, class Y>
 constexpr bool kBothBf16 = std::is_same_v<X, bf16> && std::is_same_v<Y, bf16>;
 template <class X, class Y> using Wide = std::conditional_t<kBothBf16<X, Y>, Two, vec>;
 
-// One row, twice: first its sums and its share of c_b, then, from L1 or L2, dx. Two rows at a time would load w and the
-// accumulators half as often, but was slower, by up to half: it breaks up the streams that prefetcher and write
-// buffers follow.
-template <bool Rms, bool Bias, class X, class Y>
-inline void backward_row(const Backward<X, Y>& a, int64_t row, float* acc_w, float* acc_b) {
-    const int64_t C = a.C;
-    const X* x = a.x + row * C;
-    const Y* dy = a.dy + row * C;
-    X* dx = a.dx + row * C;
+// N rows of one example, twice. First, row by row, the two sums that dx waits for. Then, from L1 or L2, channel by channel
+// through all N rows, dx and their share of c_b. Long rows go in blocks of four, which load and store the 2C accumulators a
+// quarter as often; short ones have them in L1 anyway, and where stores stream, rows in parallel are slower by up to half: they
+// break up the streams that prefetcher and write buffers follow. The order of additions is that of the rows in any case.
+constexpr int kBlockRows = 4;
+constexpr int64_t kLongRow = 2048;
+
+struct Row { float mean, rstd, slope, shift; };
+
+template <bool Rms, class X, class Y>
+inline Row row_sums(const Backward<X, Y>& a, int64_t row) {
+    const X* x = a.x + row * a.C;
+    const Y* dy = a.dy + row * a.C;
     const float rstd = a.rstd[row], mean = Rms ? 0 : a.mean[row];
-    Sum sum_g, sum_gh;
-    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int turn) {
+    Sum sum_g, sum_gc;
+    for_channels<Wide<X, Y>>(a.C, [&](auto v, int64_t j, int turn) {
         using V = decltype(v);
-        const V d = load<V>(dy + j), xj = load<V>(x + j), g = d * load<V>(a.w + j);
-        const V h = (Rms ? xj : xj - mean) * rstd;
-        store(acc_w + j, load<V>(acc_w + j) + d * h);
-        if (Bias) store(acc_b + j, load<V>(acc_b + j) + d);
-        sum_gh.add(g * h, turn);
+        const V g = load<V>(dy + j) * load<V>(a.w + j), xj = load<V>(x + j);
+        sum_gc.add(g * (Rms ? xj : xj - mean), turn);
         if (!Rms) sum_g.add(g, turn);
     });
-    const float slope = sum_gh.total() / C * rstd * rstd, shift = sum_g.total() / C * rstd;
-    if (slope != slope || shift != shift) {   // a NaN in the row reaches all of it
-        for (int64_t j = 0; j < C; ++j) store(dx + j, std::numeric_limits<float>::quiet_NaN());
-        return;
+    return {mean, rstd, sum_gc.total() / a.C * rstd * rstd * rstd, sum_g.total() / a.C * rstd};
+}
+
+template <int N, bool Rms, bool Bias, bool Add, class X, class Y>
+inline void write_block(const Backward<X, Y>& a, int64_t first, const Row* rows, float* acc_w, float* acc_b) {
+    const int64_t C = a.C;
+    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) {
+        using V = decltype(v);
+        const V w = load<V>(a.w + j);
+        V cw = load<V>(acc_w + j), cb{};
+        if (Bias) cb = load<V>(acc_b + j);
+        const int64_t from = first * C + j;
+        const X* x = a.x + from;
+        const Y* dy = a.dy + from;
+        X* dx = a.dx + from;
+        for (int i = 0; i < N; ++i, x += C, dy += C, dx += C) {
+            const Row& r = rows[i];
+            if (N == 1) {   // the next row, while this loop leaves the memory bus to writes
+                __builtin_prefetch(x + C);
+                __builtin_prefetch(dy + C);
+            }
+            const V d = load<V>(dy), xi = load<V>(x), c = Rms ? xi : xi - r.mean, dr = d * r.rstd;
+            cw = cw + dr * c;
+            if (Bias) cb = cb + d;
+            V out = dr * w - (Rms ? c * r.slope : c * r.slope + r.shift);
+            if constexpr (Add) out = out + load<V>(a.ds + from + i * C);
+            store(dx, out, a.stream);
+        }
+        store(acc_w + j, cw);
+        if (Bias) store(acc_b + j, cb);
+    });
+}
+
+// Streaming stores are weakly ordered: finish them before anybody else, or a plain store of ours, touches the same bytes.
+inline void end_stream() {
+#ifdef __AVX__
+    _mm_sfence();
+#endif
+}
+
+template <int N, bool Rms, bool Bias, class X, class Y>
+inline void backward_block(const Backward<X, Y>& a, int64_t first, float* acc_w, float* acc_b) {
+    Row rows[N];
+    for (int i = 0; i < N; ++i) rows[i] = row_sums<Rms>(a, first + i);
+    if (a.ds) write_block<N, Rms, Bias, true>(a, first, rows, acc_w, acc_b);
+    else write_block<N, Rms, Bias, false>(a, first, rows, acc_w, acc_b);
+    for (int i = 0; i < N; ++i) {
+        if (rows[i].slope == rows[i].slope && rows[i].shift == rows[i].shift) continue;
+        if (a.stream) end_stream();   // a NaN in the row reaches all of it
+        for (int64_t j = 0; j < a.C; ++j) store(a.dx + (first + i) * a.C + j, std::numeric_limits<float>::quiet_NaN());
     }
-    const auto write = [&](auto add) {
-        for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) {
-            using V = decltype(v);
-            __builtin_prefetch(x + C + j);   // the next row, while this loop leaves the memory bus to writes
-            __builtin_prefetch(dy + C + j);
-            const V g = load<V>(dy + j) * load<V>(a.w + j), xj = load<V>(x + j);
-            const V d = g * rstd - (Rms ? xj * slope : (xj - mean) * slope + shift);
-            if constexpr (add) store(dx + j, d + load<V>(a.ds + row * C + j), a.stream);
-            else store(dx + j, d, a.stream);
-        });
-    };
-    if (a.ds) write(std::true_type{});
-    else write(std::false_type{});
 }
 
 // What one thread has: a range of rows, and three buffers of 2C floats (weight part, bias part).
@@ -338,13 +372,16 @@ void squared_norms(const Backward<X, Y>& a, int64_t b, const float* acc) {
 
 template <bool Rms, bool Bias, class X, class Y> void backward_share(const Backward<X, Y>& a, const Share& s) {
     const int64_t n = Bias ? 2 * a.C : a.C;
+    const bool long_rows = a.C >= kLongRow && !a.stream;
     std::fill_n(s.total, n, 0.f);
     for (int64_t row = s.begin; row < s.end;) {
         const int64_t b = row / a.T, begin = b * a.T, end = begin + a.T, stop = std::min(end, s.end);
         const bool whole = row == begin && stop == end;
         float* acc = row == s.begin && !whole ? s.head : s.tail;
         std::fill_n(acc, n, 0.f);
-        for (; row < stop; ++row) backward_row<Rms, Bias>(a, row, acc, acc + a.C);
+        for (; long_rows && row + kBlockRows <= stop; row += kBlockRows)
+            backward_block<kBlockRows, Rms, Bias>(a, row, acc, acc + a.C);
+        for (; row < stop; ++row) backward_block<1, Rms, Bias>(a, row, acc, acc + a.C);
         if (kBothBf16<X, Y>) for (int64_t from = 0; from < n; from += a.C) reorder<true>(acc + from, acc + from, a.C);
         add_to(s.total, acc, n);
         if (whole) squared_norms<Rms, Bias>(a, b, acc);
@@ -401,13 +438,6 @@ inline void wait_for_all() {
 template <class Out> bool should_stream(const Out* out, int64_t rows, int64_t C) {
     const bool aligned = reinterpret_cast<uintptr_t>(out) % kVecBytes == 0 && C * sizeof(Out) % kVecBytes == 0;
     return aligned && rows * C * sizeof(Out) >= size_t(8) << 20;
-}
-
-// Streaming stores are weakly ordered: finish them before another thread may read.
-inline void end_stream() {
-#ifdef __AVX__
-    _mm_sfence();
-#endif
 }
 
 template <bool Rms, bool Bias, class X, class Y> void backward(Backward<X, Y> a, int threads) {
