@@ -43,6 +43,7 @@ struct Forward { Tensor sum, y, stats; };   // sum: undefined without a branch
 
 Forward run_forward(const Tensor& input, const Maybe& branch, const Tensor& weight, const Maybe& bias, double eps, bool rms,
                     at::ScalarType dtype) {
+    TORCH_CHECK(input.numel() > 0, "a norm layer got an empty tensor of shape ", input.sizes());
     const Tensor x = input.contiguous(), w = as_float(weight), b = as_float(bias);
     const Tensor r = branch ? branch->contiguous() : Tensor();
     TORCH_CHECK(!branch || (r.scalar_type() == dtype && r.sizes() == x.sizes()), "the branch needs x's shape and y's dtype");

@@ -409,6 +409,12 @@ def test_wrong_arguments_say_what_was_expected(call, message):
         call(torch.randn(2, 3, 5), torch.ones(5), torch.zeros(2, 2, requires_grad=True))
 
 
+@pytest.mark.parametrize("shape", [(0, 3, 5), (2, 0, 5)])
+def test_an_empty_batch_is_an_error_and_not_a_crash(shape):
+    with pytest.raises(RuntimeError, match=r"empty tensor of shape \[[02], [03], 5\]"):
+        ln_kernel.layer_norm(torch.zeros(shape), torch.ones(5), impl="cpu")
+
+
 def test_impl_torch_is_torch():
     case = Case((2, 3, 5))
     x, w, b = case.leaves()
