@@ -6,10 +6,10 @@ sweep.py memory and sweep.py throughput: trials of a few steps (trial.py), each 
     python sweep.py throughput config/x.py                        # with the micro-batch that memory found
 
 memory: micro-batches 1, 2, 4, ... until one does not fit, then between the last that does and the first that does not, and
-around the fastest; without and with activation checkpointing. torch.compile is tried once, at the fastest, and swept like
-the others if that beats it. --activation_checkpointing=none and --compile=False leave these out. Of all that are within 3%
-of the best speed it takes the smallest micro-batch: the batch then moves in the smallest steps, and memory is left for
-other things.
+around the fastest; without and with activation checkpointing. torch.compile is tried once, at the fastest, or half of it if
+that does not fit, and swept like the others if that beats it. --activation_checkpointing=none and --compile=False leave these
+out. Of all that are within 3% of the best speed it takes the smallest micro-batch: the batch then moves in the smallest steps,
+and memory is left for other things.
 
 throughput: with that micro-batch m, effective batches m, 2m, ... 16m. The update costs the same whatever the batch, so its
 share falls with accumulation; memory must not grow beyond the one gradient that a second micro-batch finds in its way.
@@ -185,6 +185,8 @@ def memory(args):
     best = fastest(trials.rows.saved["rows"])
     if best and trials.config.compile != "False":
         once = trials(best["micro_batch_size"], checkpointing=best["activation_checkpointing"], compile=True)
+        if once["status"] != "ok" and best["micro_batch_size"] > 1:  # the fastest may be the largest; compiling takes memory
+            once = trials(best["micro_batch_size"] // 2, checkpointing=best["activation_checkpointing"], compile=True)
         if once["status"] == "ok" and once["tok_per_sec_micro"] > best["tok_per_sec_micro"] * (1 + trials.within):
             search(lambda m: trials(m, checkpointing=best["activation_checkpointing"], compile=True), largest, exactly)
     result = memory_result(trials.rows.saved["rows"], trials.within, args)
@@ -270,7 +272,8 @@ def memory_result(rows, within, args):
     compiled, plain = (fastest([r for r in rows if r["compile"] is on]) for on in (True, False))
     if compiled and plain:
         share = compiled["tok_per_sec_micro"] / plain["tok_per_sec_micro"]
-        says.append(f"torch.compile at its best: {share:.2f} times the speed without.")
+        says.append(f"torch.compile at its best (micro-batch {compiled['micro_batch_size']}): {share:.2f} times the best speed "
+                    "without.")
     failed = [r for r in rows if r["compile"] and r["status"] != "ok"]
     says += [f"torch.compile: {r['status']} ({r['why']})." for r in failed[:1] if not compiled]
     lines = ["In the config:", *(f"    {k} = {v!r}" for k, v in keys.items()), "Next:",

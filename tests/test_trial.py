@@ -211,6 +211,36 @@ def test_it_takes_the_smallest_micro_batch_within_reach_of_the_best_speed():
     assert sweep_micro.memory_result(nothing, 0.03, args)["take"] is None
 
 
+def test_compile_is_tried_at_half_the_micro_batch_where_the_fastest_leaves_no_room_for_it(monkeypatch, capsys):
+    class Trials:
+        within, limit, config = 0.03, None, sweep.argparse.Namespace(compile="auto", activation_checkpointing="none")
+        rows = sweep.argparse.Namespace(saved={"rows": []}, path="")
+
+        def __init__(self, *_, **__):
+            pass
+
+        def __call__(self, micro, checkpointing="none", compile=False):
+            row, = rows_of((micro, checkpointing, 10.0 * micro, 1))
+            fits = micro <= (3 if compile else 4)
+            row |= {"compile": compile, "status": "ok" if fits else "failed", "why": "no room"}
+            if row not in self.rows.saved["rows"]:
+                self.rows.saved["rows"].append(row)
+            return row
+
+        def finish(self, result, draw):
+            self.result = result
+            return "there"
+
+    monkeypatch.setattr(sweep_micro, "Trials", Trials)
+    monkeypatch.setattr(sweep_micro, "memory_table", lambda *_: "")
+    args = sweep.argparse.Namespace(max_micro_batch="4", micro_batches=None, dry_run=False, config=None,
+                                    rest=["--activation_checkpointing=none"])
+    assert sweep_micro.memory(args) == 0
+    tried = [(r["micro_batch_size"], r["status"]) for r in Trials.rows.saved["rows"] if r["compile"]]
+    assert tried == [(4, "failed"), (2, "ok")]
+    assert "torch.compile at its best (micro-batch 2): 0.50 times the best speed without" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("peaks, grows", [((100, 110, 110, 110), False), ((100, 110, 111, 112), False),
                                           ((100, 110, 115, 120), True), ((100, 130, 130, 130), True)])
 def test_growing_memory_is_noticed(peaks, grows):
