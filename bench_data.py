@@ -72,7 +72,9 @@ def peak_memory(path, folder):
     there it is asked of the process's own memory map."""
     code = """if True:
         import os, resource, sys
+        from data import tokens
         from data.text.prepare import prepare
+        tokens.return_large_blocks()  # as the script does
         prepare([sys.argv[1]], sys.argv[2], "gpt2", quiet=True)
         if os.path.exists("/proc/self/status"):
             line = next(line for line in open("/proc/self/status") if line.startswith("VmHWM"))

@@ -43,6 +43,8 @@ struct Forward { Tensor sum, y, stats; };   // sum: undefined without a branch
 
 Forward run_forward(const Tensor& input, const Maybe& branch, const Tensor& weight, const Maybe& bias, double eps, bool rms,
                     at::ScalarType dtype) {
+    for (const Tensor& t : {input, weight, branch.value_or(input)})
+        TORCH_CHECK(!t.key_set().has(c10::DispatchKey::Python), "the cpu norm kernel needs plain tensors with memory");
     TORCH_CHECK(input.numel() > 0, "a norm layer got an empty tensor of shape ", input.sizes());
     const Tensor x = input.contiguous(), w = as_float(weight), b = as_float(bias);
     const Tensor r = branch ? branch->contiguous() : Tensor();
@@ -70,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_backward(const Tensor& dout, cons
     return {dx, as_dtype(dw, weight.scalar_type()), as_dtype(db, weight.scalar_type()), sq};
 }
 
-enum Flags : int64_t { kRms = 1, kBias = 2, kTracked = 4, kBranchBf16 = 8 };
+enum Flags : int64_t { kRms = 1, kBias = 2, kTracked = 4 };
 
 struct Norm : torch::autograd::Function<Norm> {
     // {y}, or {y, x + branch}
@@ -81,8 +83,7 @@ struct Norm : torch::autograd::Function<Norm> {
         auto [sum, y, stats] = run_forward(x, branch, weight, bias, eps, rms, dtype);
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({branch ? sum : x, weight, stats, metric.value_or(Tensor())});
-        ctx->saved_data["flags"] = (rms ? kRms : 0) | (bias ? kBias : 0) | (probe ? kTracked : 0)
-            | (branch && branch->scalar_type() == at::kBFloat16 ? kBranchBf16 : 0);
+        ctx->saved_data["flags"] = (rms ? kRms : 0) | (bias ? kBias : 0) | (probe ? kTracked : 0);
         return branch ? variable_list{y, sum} : variable_list{y};
     }
 
@@ -97,7 +98,7 @@ struct Norm : torch::autograd::Function<Norm> {
         if (grads[0].defined())   // else y was not used
             std::tie(dx, dw, db, sq) = run_backward(grads[0], ds, saved[0], saved[1], saved[2], metric, flags & kRms,
                                                     flags & kBias, flags & kTracked);
-        const Tensor dbranch = grads.size() < 2 ? Tensor() : flags & kBranchBf16 ? as_dtype(dx, at::kBFloat16) : dx;
+        const Tensor dbranch = grads.size() < 2 ? Tensor() : dx;   // autograd casts it to the branch's dtype
         return {dx, dbranch, dw, db, sq, Tensor(), Tensor(), Tensor(), Tensor()};
     }
 };

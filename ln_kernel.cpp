@@ -1,8 +1,8 @@
 // LayerNorm and RMSNorm for CPUs: the backward pass also returns each example's squared gradient norm.
 //
-// x is (B, T, C), contiguous; one example is T rows of C channels. ln_kernel.py compiles and calls this file; the two
-// entry points are at the bottom. C++17 with the vector extensions of GCC and Clang, intrinsics only for what those
-// lack, and no torch headers, so it builds in seconds.
+// x is (B, T, C), contiguous; one example is T rows of C channels. ln_autograd.cpp calls the two entry points at the bottom,
+// ln_kernel.py compiles both files. C++17 with the vector extensions of GCC and Clang, intrinsics only for what those lack,
+// and no torch headers.
 //
 // Forward:  y = (x - mean) * rstd * w + b, mean and rstd kept in float32. RMSNorm: mean = 0, b = 0. Where a branch ends in
 //           the residual stream, x + branch comes first, and its row is normalised while it is in L1.
@@ -141,8 +141,8 @@ inline void store(float* p, Two v, bool stream = false) {
     store(p + W, v.b, stream);
 }
 
-// Rounds as round_to_bf16 does, for values that are numbers, infinite, or a NaN that arithmetic made: its low bits are 0,
-// so that rounding carries nothing. backward_block writes all other NaNs.
+// Rounds as round_to_bf16 does, for values that are numbers, infinite, or a NaN that arithmetic made or that came in as bf16:
+// its low bits are 0, so that rounding carries nothing. backward_block writes all other NaNs.
 inline void store(bf16* p, Two v, bool stream = false) {
     const vec_u32 a = bit_cast<vec_u32>(v.a), b = bit_cast<vec_u32>(v.b);
     const vec_u32 even = (a + 0x7fffu + ((a >> 16) & 1u)) >> 16, odd = b + 0x7fffu + ((b >> 16) & 1u);
@@ -233,7 +233,8 @@ inline void forward_rows(const X* x, const float* w, const float* b, Y* y, float
     for (int64_t i = 0; i < n; ++i)
         for_channels(C, [=, row = x + i * C, out = y + i * C, m = Rms ? 0 : mean[i], r = rstd[i]](auto v, int64_t j, int) {
             using V = decltype(v);
-            __builtin_prefetch(row + n * C + j);   // the next rows, while this loop leaves the memory bus to writes
+            __builtin_prefetch(row + n * C + j);   // the next rows, while this loop leaves the memory bus to writes; after a
+                                                   // branch, the lines that their sum will be written to
             const V h = (load<V>(row + j) - m) * r;
             store(out + j, b ? h * load<V>(w + j) + load<V>(b + j) : h * load<V>(w + j), stream);
         });

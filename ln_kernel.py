@@ -6,7 +6,7 @@
     y.backward(...);  probe.grad                # (2, B) for layer_norm: row 0 weight, row 1 bias; (1, B) for rms_norm
 
 `probe` is float32 zeros that require grad. The gradient it gets is not that of a zero: it is |c_b|^2, where c_b is what
-example b adds to weight.grad (bias.grad). With a mean loss c_b = g_b / B: the caller undoes that (DESIGN.md). A norm
+example b adds to weight.grad (bias.grad). With a mean loss c_b = g_b / B: the caller undoes that (tracker.py). A norm
 layer needs c_b on the way to weight.grad anyway, so its length costs one pass over B * C numbers and no pass over x.
 With `metric` p (2, C) (rms_norm: (1, C)) the probe has twice the rows; the second half gets sum_j p_j c_bj^2.
 `probe=None` runs the same kernels: output and all other gradients are the same bits.
@@ -225,7 +225,10 @@ def cpu_backward(*args):
 def _library():
     """The compiled operators, or None, with one warning, where they cannot be had."""
     try:
-        torch.ops.load_library(_build())
+        path = _build()
+        if hasattr(torch.ops.rightbatch_cpu, "norm") and str(path) not in torch.ops.loaded_libraries:
+            raise RuntimeError("another build of it is loaded in this process")   # torch would end the process
+        torch.ops.load_library(path)
     except (OSError, RuntimeError) as e:
         warnings.warn(f"norm layers use plain torch, several times slower: no C++ kernel ({e})", stacklevel=2)
         return None
@@ -241,7 +244,7 @@ def _build():
     sources = [Path(__file__).with_name(name) for name in ("ln_kernel.cpp", "ln_autograd.cpp")]
     version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
     attempts = _flag_attempts()
-    key = repr(([s.read_text() for s in sources], cxx, version, attempts, _cpu_model(), torch.__version__))
+    key = repr(([s.read_text() for s in sources], cxx, version, attempts, _autograd_flags(), _cpu_model(), torch.__version__))
     cache = Path(os.environ.get("RIGHTBATCH_CACHE") or Path.home() / ".cache" / "rightbatch")
     path = cache / f"ln_kernel-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if path.exists():
@@ -255,35 +258,33 @@ def _build():
 
 
 def _compile(cxx, kernel_source, autograd_source, attempts, path):
-    include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
     # Built aside and moved into place whole: another process sees the complete file or none.
     with tempfile.TemporaryDirectory(dir=path.parent) as tmp, ThreadPoolExecutor() as pool:
         kernel, autograd, library = (f"{tmp}/{name}" for name in ("ln_kernel.o", "ln_autograd.o", "ln_kernel.so"))
-        chosen = pool.submit(_first_that_works, [*cxx, "-c", str(kernel_source), "-o", kernel], attempts)
-        _run([*cxx, "-c", str(autograd_source), "-o", autograd, "-std=gnu++20", "-O2", "-fPIC", f"-I{include}"])
-        _run([*cxx, kernel, autograd, "-o", library, "-shared", *chosen.result(), f"-L{lib}", "-ltorch_cpu", "-lc10"])
-        os.replace(library, path)
+        compile_flags, link_flags = _autograd_flags()
+        glue = pool.submit(_run, [*cxx, "-c", str(autograd_source), "-o", autograd, *compile_flags])
+        for flags in attempts:
+            try:
+                _run([*cxx, "-c", str(kernel_source), "-o", kernel, *flags])
+                glue.result()   # no flags of the kernel help if this fails
+                _run([*cxx, kernel, autograd, "-o", library, "-shared", *flags, *link_flags])
+                return os.replace(library, path)
+            except RuntimeError as e:
+                if glue.done() and glue.exception():
+                    raise
+                error = e
+        raise error
 
 
 @contextlib.contextmanager
 def _one_at_a_time(path):
     """torch's headers take a compiler 1 GB: eight ranks that start together wait for one. Where files cannot be locked, all
     compile, and the last one's file stays."""
-    with open(path, "w") as file:
+    with contextlib.ExitStack() as stack:
         with contextlib.suppress(ImportError, OSError):
             import fcntl
-            fcntl.flock(file, fcntl.LOCK_EX)
+            fcntl.flock(stack.enter_context(open(path, "w")), fcntl.LOCK_EX)
         yield
-
-
-def _first_that_works(command, attempts):
-    for flags in attempts:
-        try:
-            _run([*command, *flags])
-            return flags
-        except RuntimeError as e:
-            error = e
-    raise error
 
 
 def _run(command):
@@ -311,6 +312,14 @@ def _flag_attempts():
     openmp = ["-Xpreprocessor", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp", "-Wl,--as-needed"]
     shared = [[*native, *openmp, runtime] for runtime in runtimes[:1]]
     return [*shared, [*native, "-fopenmp"], native, base]
+
+
+def _autograd_flags():
+    """What ln_autograd.cpp needs of torch, to compile and to link."""
+    include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
+    abi = int(torch.compiled_with_cxx11_abi())
+    return (["-std=gnu++20", "-O2", "-fPIC", f"-I{include}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"],
+            [f"-L{lib}", "-ltorch_cpu", "-lc10"])
 
 
 def _cpu_model():

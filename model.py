@@ -178,7 +178,8 @@ class GPT(nn.Module):
                 x = checkpoint(block.whole, x, own, use_reentrant=False)
             else:
                 x, branch = block(x, branch, own)
-        _, x = self.ln_f(x, branch, taps.get("ln_f"))
+        x = self.ln_f(x, branch, taps.get("ln_f"))[1]
+        del branch  # or it would live through the head
         if targets is None:
             return self.lm_head(x[:, -1:]), None
         tap = taps.get("wte" if self.config.tie_weights else "lm_head")

@@ -45,6 +45,7 @@ class PrepareError(Exception):
 
 def run(body) -> int:
     """The exit code of a script whose work is `body()`: 2 and one line on stderr for expected failures."""
+    return_large_blocks()
     try:
         body()
         return 0
@@ -167,7 +168,8 @@ def cores() -> int:
 
 def return_large_blocks():
     """Have glibc give freed blocks of 128 KiB and more back to the system. By default it raises that size with every
-    larger block it frees and keeps them in pieces: twice the memory after 100 MB of text that is not all ASCII."""
+    larger block it frees and keeps them in pieces: twice the memory after 100 MB of text that is not all ASCII. For the
+    scripts alone: train.py, which may prepare a dataset too, wants the opposite (hardware.prepare_cpu)."""
     if platform.libc_ver()[0] == "glibc":
         M_MMAP_THRESHOLD = -3
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 17)
@@ -192,7 +194,6 @@ def encode_all(tokenizer, documents):
     Threads are enough: tiktoken releases the GIL. A bounded window of units is in flight, so memory does not grow
     with the text. `ends` says that a document is over; text that comes in parts is cut by `pieces` beforehand.
     """
-    return_large_blocks()
     waiting = deque()
     with ThreadPoolExecutor(cores()) as pool:
         try:

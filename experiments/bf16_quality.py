@@ -15,7 +15,7 @@ import os
 import sys
 
 import numpy as np
-from common import ROOT, Runs, parse, write
+from common import Runs, parse, write
 
 import hardware
 import jobs
@@ -88,12 +88,11 @@ def draw(path, curves):
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["train"]:
-        sys.path.insert(0, ROOT)
         import train
         with float32_products():
             return train.main(argv[1:])
     args, config = parse(argv, "bf16_quality", __doc__, seeds=3, tiny=TINY)
-    emulated = not hardware.fast_bfloat16(hardware.pick_device(config.device))
+    emulated = not args.tiny and not hardware.fast_bfloat16(hardware.pick_device(config.device))
     runs = Runs(config, args)
     if emulated:
         runs.group = Group

@@ -322,6 +322,15 @@ def test_order_is_kept_and_the_work_in_flight_is_bounded(monkeypatch):
     assert found["val"] == [i % 250 for i in range(300) if not i % 3]
 
 
+def test_the_script_alone_tells_the_allocator_to_give_memory_back(tmp_path, monkeypatch):
+    called = []
+    monkeypatch.setattr(tokens, "return_large_blocks", lambda: called.append(True))
+    (tmp_path / "a.txt").write_text("some text\n" * 500)
+    text.prepare([tmp_path / "a.txt"], tmp_path / "out", "bytes", quiet=True)
+    assert not called, "train.py, which prepares its corpus so, keeps freed memory"
+    assert text.main([str(tmp_path / "a.txt"), f"--out={tmp_path / 'out'}"]) == 0 and called
+
+
 def mixed(n):
     """About n characters in stretches of many lengths whose strings take one, two or four bytes a character."""
     rng, stretches = random.Random(0), []

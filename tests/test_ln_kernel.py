@@ -512,6 +512,32 @@ def test_two_processes_with_an_empty_cache_both_succeed(quick_compiler, tmp_path
     assert sorted(f.suffix for f in (tmp_path / "cache").iterdir()) == ["", ".so"], "the lock, the library, and no rest"
 
 
+@pytest.mark.parametrize("broken, outcome", [("-shared.*-fopenmp", "no OpenMP"), ("-c.*ln_autograd", "error at once")])
+def test_flags_that_do_not_link_are_given_up_and_a_missing_header_is_not_tried_again(broken, outcome, tmp_path):
+    compiler = tmp_path / "cxx"   # writes its command lines to a file and empty outputs
+    compiler.write_text(f"""#!/bin/bash
+echo "$*" >> {tmp_path}/log
+[[ "$*" =~ {broken} ]] && exit 1
+while [ "$1" != -o ]; do shift; done; touch "$2"
+""")
+    compiler.chmod(0o755)
+    build = lambda: ln_kernel._compile([str(compiler)], Path("ln_kernel.cpp"), Path("ln_autograd.cpp"),  # noqa: E731
+                                       ln_kernel._flag_attempts(), tmp_path / "done.so")
+    if outcome == "error at once":
+        with pytest.raises(RuntimeError, match="ln_autograd.cpp.* failed"):
+            build()
+    else:
+        build()
+    commands = (tmp_path / "log").read_text().splitlines()
+    assert sum("-c ln_autograd.cpp" in c for c in commands) == 1
+    assert (tmp_path / "done.so").exists() == (outcome != "error at once")
+    if outcome == "error at once":
+        assert sum("-c ln_kernel.cpp" in c for c in commands) == 1
+    else:
+        links = [c for c in commands if "-shared" in c]
+        assert all("-fopenmp" in c for c in links[:-1]) and "-fopenmp" not in links[-1] and "-march=native" in links[-1]
+
+
 @pytest.mark.parametrize("compiler", [None, ["false"]], ids=["none there", "broken"])
 def test_without_a_working_compiler_it_warns_once_and_uses_plain_torch(compiler, tmp_path, monkeypatch):
     monkeypatch.setattr(ln_kernel, "_find_compiler", lambda: compiler)
