@@ -13,6 +13,7 @@ peak is that of a whole run.
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,7 +39,13 @@ def run(spec):
         if process.poll() is None:  # a hang, or Ctrl-C here: end it with all that it started
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return verdict(process.returncode, out, err)
+    row = verdict(process.returncode, out, err)
+    return row | {"why": without_folders(row["why"])} if "why" in row else row
+
+
+def without_folders(text):
+    """/a/b/c.py -> c.py: rows are for others to read."""
+    return re.sub(r"(?<![\w.])/\S*/", "", text)
 
 
 def verdict(code, out, err):
@@ -70,10 +77,18 @@ def main(argv=None):
     except Exception as e:
         words = (str(e).strip().splitlines() or [""])[0]
         words = words[words.find("tried to allocate"):][:200] if "tried to allocate" in words else words[:200]
-        memory = isinstance(e, (MemoryError, torch.OutOfMemoryError)) or any(w in str(e).lower() for w in OUT_OF_MEMORY)
+        memory = any(isinstance(c, (MemoryError, torch.OutOfMemoryError)) or any(w in str(c).lower() for w in OUT_OF_MEMORY)
+                     for c in causes(e))
         row = {"status": "out of memory" if memory else "failed", "why": f"{type(e).__name__}: {words}"}
     print(json.dumps(row), flush=True)
     return 0
+
+
+def causes(error):
+    """The error and those behind it: torch.compile's say last what went wrong first."""
+    while error:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def measure(spec):

@@ -92,7 +92,8 @@ def main(argv=None):
         with float32_products():
             return train.main(argv[1:])
     args, config = parse(argv, "bf16_quality", __doc__, seeds=3, tiny=TINY)
-    emulated = not args.tiny and not hardware.fast_bfloat16(hardware.pick_device(config.device))
+    device = hardware.pick_device(config.device)
+    emulated = device == "cpu" and not hardware.fast_bfloat16(device) and not args.tiny
     runs = Runs(config, args)
     if emulated:
         runs.group = Group

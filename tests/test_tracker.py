@@ -138,6 +138,7 @@ def test_a_calibration_step_logs_the_same_statistics_as_its_neighbours(setting):
         config = Config(gns="norm", micro_batch_size=4, batch_size=12, gns_calibrate_tokens=every, gns_adam=False, **SHAPE)
         found.append(one_step(config, model, optimizer, x, y).row())
         optimizer.zero_grad()
+    assert {k for k in found[1] if not k.startswith("gns/calibrat")} == found[0].keys()
     numbers = {k: v for k, v in found[0].items() if v is not None}
     assert {"gns/example_max", "gns/example_median", "gns/norm_step_tr_sigma", "gns/step_tr_sigma_se"} <= numbers.keys()
     assert all(found[1][k] == pytest.approx(v, rel=1e-3) for k, v in numbers.items())

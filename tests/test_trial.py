@@ -193,6 +193,23 @@ def test_the_search_finds_the_frontier_and_looks_around_the_fastest(limit, best,
         assert limit - fits <= max(1, fits // 8)
 
 
+def test_what_goes_wrong_is_told_without_the_folders_of_this_machine():
+    assert trial.without_folders("Failed to import /tmp/x_1/5n/abc.py (see a/b.py)") == "Failed to import abc.py (see a/b.py)"
+    assert trial.without_folders("tried 3 / 4 of it") == "tried 3 / 4 of it"
+
+
+def test_running_out_of_memory_is_seen_behind_other_errors(monkeypatch, capsys):
+    def measure(spec):
+        try:
+            raise OSError(12, "Cannot allocate memory")
+        except OSError as e:
+            raise RuntimeError("Failed to import c5n.py") from e
+    monkeypatch.setattr(trial, "measure", measure)
+    monkeypatch.setattr(trial.signal, "alarm", lambda seconds: None)
+    assert trial.main([json.dumps({"timeout": 10})]) == 0
+    assert json.loads(capsys.readouterr().out) == {"status": "out of memory", "why": "RuntimeError: Failed to import c5n.py"}
+
+
 def rows_of(*specs):
     return [{"micro_batch_size": m, "accum": 1, "activation_checkpointing": c, "compile": False, "status": "ok", "peak": peak,
              "tok_per_sec_micro": speed, "micro_step_ms": 1.0} for m, c, speed, peak in specs]
