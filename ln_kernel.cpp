@@ -86,39 +86,44 @@ template <class V> inline V load(const bf16* p) {
     }
 }
 
-inline void store(float* p, float v, bool = false) { *p = v; }
+template <bool Stream = false> inline void store(float* p, float v) { *p = v; }
 
-inline void store(float* p, vec v, bool stream = false) {
+template <bool Stream = false> inline void store(float* p, vec v) {
 #if defined(__AVX512F__)
-    if (stream) return _mm512_stream_ps(p, bit_cast<__m512>(v));
+    if (Stream) return _mm512_stream_ps(p, bit_cast<__m512>(v));
 #elif defined(__AVX__)
-    if (stream) return _mm256_stream_ps(p, bit_cast<__m256>(v));
+    if (Stream) return _mm256_stream_ps(p, bit_cast<__m256>(v));
 #endif
     std::memcpy(p, &v, sizeof v);
 }
 
-// Round to nearest even. A NaN is cut off instead: rounding could carry its mantissa into the sign, and its quiet bit,
-// set because the value comes out of arithmetic, is among the bits that stay.
-template <class U, class V> inline U round_to_bf16(V v) {
+// Round to nearest even; the upper half of the result is the bf16. A NaN is left as it is: rounding could carry its mantissa
+// into the sign, and its quiet bit, set because the value comes out of arithmetic, is among the bits that stay. The
+// instruction for it, where there is one, does the same, but takes a number below 1e-38 for 0.
+template <class U, class V> inline U rounded(V v) {
     const U u = bit_cast<U>(v), is_number = mask_of_numbers(v);
-    return (u + ((0x7fffu + ((u >> 16) & 1u)) & is_number)) >> 16;
+    return u + ((0x7fffu + ((u >> 16) & 1u)) & is_number);
 }
 
-inline void store(bf16* p, float v, bool = false) { p->bits = uint16_t(round_to_bf16<uint32_t>(v)); }
+template <bool Stream = false> inline void store(bf16* p, float v) { p->bits = uint16_t(rounded<uint32_t>(v) >> 16); }
 
-inline void store(bf16* p, vec v, bool stream = false) {
-    const vec_u16 half = narrow(round_to_bf16<vec_u32>(v));
+template <bool Stream = false> inline void store(bf16* p, vec v) {
+#if defined(__AVX512BF16__)
+    const __m256i half = bit_cast<__m256i>(_mm512_cvtneps_pbh(bit_cast<__m512>(v)));
+#else
+    const vec_u16 half = narrow(rounded<vec_u32>(v) >> 16);
+#endif
 #if defined(__AVX512F__)
-    if (stream) return _mm256_stream_si256((__m256i*)p, bit_cast<__m256i>(half));
+    if (Stream) return _mm256_stream_si256((__m256i*)p, bit_cast<__m256i>(half));
 #elif defined(__AVX__)
-    if (stream) return _mm_stream_si128((__m128i*)p, bit_cast<__m128i>(half));
+    if (Stream) return _mm_stream_si128((__m128i*)p, bit_cast<__m128i>(half));
 #endif
     std::memcpy(p, &half, sizeof half);
 }
 
 // Twice as many channels at once: of floats the first and the second half, of bf16 the even and the odd ones. A bf16 is the
-// upper half of a float, so that order takes one shift and one mask; the usual order, two widenings and, to store, a
-// pack across lanes. Buffers of floats that go with such a bf16 row are kept in the same order.
+// upper half of a float, so that order takes one shift and one mask; the usual order, two widenings. Buffers of floats
+// that go with such a bf16 row are kept in the same order.
 struct Two { vec a, b; };
 
 inline Two operator+(Two x, Two y) { return {x.a + y.a, x.b + y.b}; }
@@ -136,20 +141,24 @@ template <> inline Two load<Two>(const bf16* p) {
     return {bit_cast<vec>(u << 16), bit_cast<vec>(u & 0xffff0000u)};
 }
 
-inline void store(float* p, Two v, bool stream = false) {
-    store(p, v.a, stream);
-    store(p + W, v.b, stream);
+template <bool Stream = false> inline void store(float* p, Two v) {
+    store<Stream>(p, v.a);
+    store<Stream>(p + W, v.b);
 }
 
-// Rounds as round_to_bf16 does, for values that are numbers, infinite, or a NaN that arithmetic made or that came in as bf16:
-// its low bits are 0, so that rounding carries nothing. backward_block writes all other NaNs.
-inline void store(bf16* p, Two v, bool stream = false) {
-    const vec_u32 a = bit_cast<vec_u32>(v.a), b = bit_cast<vec_u32>(v.b);
-    const vec_u32 even = (a + 0x7fffu + ((a >> 16) & 1u)) >> 16, odd = b + 0x7fffu + ((b >> 16) & 1u);
-    store((float*)p, bit_cast<vec>(even | (odd & 0xffff0000u)), stream);
+template <bool Stream = false> inline void store(bf16* p, Two v) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)   // one half behind the other, then zipped
+    static constexpr uint16_t zip[] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const auto halves = _mm512_cvtne2ps_pbh(bit_cast<__m512>(v.b), bit_cast<__m512>(v.a));
+    const __m512i both = _mm512_permutexvar_epi16(_mm512_loadu_si512(zip), bit_cast<__m512i>(halves));
+#else
+    const vec_u32 both = (rounded<vec_u32>(v.a) >> 16) | (rounded<vec_u32>(v.b) & 0xffff0000u);
+#endif
+    store<Stream>((float*)p, bit_cast<vec>(both));
 }
 
-// A row of C floats into the order of Two, or back; in place too.
+// C floats into the order of Two, or back; in place too.
 template <bool Back> void reorder(const float* from, float* to, int64_t C) {
     for (int64_t j = 0; j + 2 * W <= C; j += 2 * W, from += 2 * W, to += 2 * W) {
         float t[2 * W];
@@ -162,52 +171,75 @@ template <bool Back> void reorder(const float* from, float* to, int64_t C) {
     if (from != to) std::copy_n(from, C % (2 * W), to);
 }
 
-// ---- loops over one row
+// Buffers begin at cache lines: a vector across the border of two takes twice as long.
+constexpr int64_t kLine = 64;
+inline int64_t padded(int64_t floats) { return (floats * sizeof(float) + kLine - 1) / kLine * kLine / sizeof(float); }
 
-constexpr int kTurns = 4;
+struct Floats {
+    explicit Floats(int64_t n) : memory(new float[n + kLine / sizeof(float)]) {}
+    float* begin() const { return reinterpret_cast<float*>((uintptr_t(memory.get()) + kLine - 1) / kLine * kLine); }
+    std::unique_ptr<float[]> memory;
+};
 
-// A sum over channels. One accumulator would wait for the latency of its own addition, so they take turns.
-struct Sum {
-    vec lanes[kTurns] = {};
+// What a row's channels are taken as.
+template <class X, class Y>
+constexpr bool kBothBf16 = std::is_same_v<X, bf16> && std::is_same_v<Y, bf16>;
+template <class X, class Y> using Wide = std::conditional_t<kBothBf16<X, Y>, Two, vec>;
+
+// ---- loops over one row. Always inlined: a body that is called keeps its sums in memory, and since any store might then
+// change what it points to, loads all its pointers anew for every vector. That took half as long again.
+
+#define INLINE __attribute__((always_inline))
+
+// A sum over channels. One accumulator would wait for the latency of its own addition, so several may take turns.
+template <int Lanes> struct Sum {
+    vec lanes[Lanes] = {};
     float rest = 0;
 
     void add(Two v, int turn) {
-        lanes[2 * turn] += v.a;
-        lanes[2 * turn + 1] += v.b;
+        lanes[2 * turn % Lanes] += v.a;
+        lanes[(2 * turn + 1) % Lanes] += v.b;
     }
     void add(vec v, int turn) { lanes[turn] += v; }
     void add(float v, int) { rest += v; }
     float total() const {
-        const vec v = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
-#if defined(__AVX__) && !defined(__AVX512F__)   // in registers: rows are short, and each waits for its sums
+        vec v = lanes[0];
+        for (int i = 1; i < Lanes; ++i) v += lanes[i];
+#if defined(__AVX512F__)   // in registers: rows are short, and each waits for its sums
+        return _mm512_reduce_add_ps(bit_cast<__m512>(v)) + rest;
+#elif defined(__AVX__)
         const __m256 u = bit_cast<__m256>(v);
         __m128 h = _mm_add_ps(_mm256_castps256_ps128(u), _mm256_extractf128_ps(u, 1));
         h = _mm_add_ps(h, _mm_movehl_ps(h, h));
         return _mm_cvtss_f32(_mm_add_ss(h, _mm_movehdup_ps(h))) + rest;
-#endif
+#else
         float s[W];
         std::memcpy(s, &v, sizeof v);
         for (int64_t n = W / 2; n; n /= 2)
             for (int64_t i = 0; i < n; ++i) s[i] += s[i + n];
         return s[0] + rest;
+#endif
     }
 };
 
 // f(V{}, j, turn) works on the channels from j on: 2W of them where V is Two, W where it is vec, one where it is float.
 // Wide is what most of them are taken as.
-template <class Wide = vec, class F> inline void for_channels(int64_t C, F f) {
-    constexpr int64_t wide = sizeof(Wide) / sizeof(float), turns = kTurns * W / wide;
+template <class Wide = vec, int Turns = 1, class F> INLINE inline void for_channels(int64_t C, F f) {
+    constexpr int64_t wide = sizeof(Wide) / sizeof(float);
     int64_t j = 0;
-    for (; j + kTurns * W <= C; j += kTurns * W)
-        for (int turn = 0; turn < turns; ++turn) f(Wide{}, j + turn * wide, turn);
+    for (; j + Turns * wide <= C; j += Turns * wide)
+        for (int turn = 0; turn < Turns; ++turn) f(Wide{}, j + turn * wide, turn);
     for (; j + wide <= C; j += wide) f(Wide{}, j, 0);
     for (; j + W <= C; j += W) f(vec{}, j, 0);
     for (; j < C; ++j) f(float{}, j, 0);
 }
 
-template <class F> inline float sum_channels(int64_t C, F f) {
-    Sum sum;
-    for_channels(C, [&](auto v, int64_t j, int turn) { sum.add(f(v, j), turn); });
+constexpr int kLanes = 4;
+template <class Wide> constexpr int kTurns = kLanes * sizeof(vec) / sizeof(Wide);
+
+template <class Wide = vec, class F> INLINE inline float sum_channels(int64_t C, F f) {
+    Sum<kLanes> sum;
+    for_channels<Wide, kTurns<Wide>>(C, [&](auto v, int64_t j, int turn) INLINE { sum.add(f(v, j), turn); });
     return sum.total();
 }
 
@@ -217,26 +249,35 @@ template <class F> inline float sum_channels(int64_t C, F f) {
 // rows in a stage the processor has other work meanwhile. Long rows go one by one, so that they stay in L1.
 constexpr int64_t kForwardRows = 4, kShortRow = 512;
 
-template <class X, class Y, bool Rms>
+template <class X, class Y, bool Rms, bool Stream>
 inline void forward_rows(const X* x, const float* w, const float* b, Y* y, float* rstd, float* mean, int64_t n, int64_t C,
-                         float eps, bool stream) {
+                         float eps) {
+    using Wide = Wide<X, Y>;
     for (int64_t i = 0; !Rms && i < n; ++i)
-        mean[i] = sum_channels(C, [row = x + i * C](auto v, int64_t j) { return load<decltype(v)>(row + j); }) / C;
+        mean[i] = sum_channels<Wide>(C, [row = x + i * C](auto v, int64_t j) INLINE { return load<decltype(v)>(row + j); }) / C;
     for (int64_t i = 0; i < n; ++i) {
-        // Two passes instead of E[x^2] - mean^2: the row is in L1, and no digits cancel.
-        const float var = sum_channels(C, [row = x + i * C, m = Rms ? 0 : mean[i]](auto v, int64_t j) {
+        // Two passes instead of E[x^2] - mean^2: the row is in L1, and no digits cancel. The sum of a row far from 0 was rounded
+        // by more than its mean can bear; what is left of it after the subtraction says by how much. (bf16 can bear it.)
+        constexpr bool mend = !Rms && std::is_same_v<X, float>;
+        const float m = Rms ? 0 : mean[i];
+        Sum<kLanes> sum_d, sum_dd;
+        for_channels<Wide, kTurns<Wide>>(C, [&, row = x + i * C](auto v, int64_t j, int turn) INLINE {
             const auto d = load<decltype(v)>(row + j) - m;
-            return d * d;
-        }) / C;
-        rstd[i] = 1 / std::sqrt(var + eps);
+            sum_dd.add(d * d, turn);
+            if (mend) sum_d.add(d, turn);
+        });
+        const float left = mend ? sum_d.total() / C : 0;
+        if (mend) mean[i] = m + left;
+        rstd[i] = 1 / std::sqrt(sum_dd.total() / C - left * left + eps);
     }
     for (int64_t i = 0; i < n; ++i)
-        for_channels(C, [=, row = x + i * C, out = y + i * C, m = Rms ? 0 : mean[i], r = rstd[i]](auto v, int64_t j, int) {
+        for_channels<Wide>(C, [=, row = x + i * C, out = y + i * C, m = Rms ? 0 : mean[i], r = rstd[i]](auto v, int64_t j,
+                                                                                                    int) INLINE {
             using V = decltype(v);
             __builtin_prefetch(row + n * C + j);   // the next rows, while this loop leaves the memory bus to writes; after a
                                                    // branch, the lines that their sum will be written to
             const V h = (load<V>(row + j) - m) * r;
-            store(out + j, b ? h * load<V>(w + j) + load<V>(b + j) : h * load<V>(w + j), stream);
+            store<Stream>(out + j, b ? h * load<V>(w + j) + load<V>(b + j) : h * load<V>(w + j));
         });
 }
 
@@ -256,82 +297,86 @@ template <class X, class Y> struct Backward {
     bool stream;
 };
 
-template <class X, class Y>
-constexpr bool kBothBf16 = std::is_same_v<X, bf16> && std::is_same_v<Y, bf16>;
-template <class X, class Y> using Wide = std::conditional_t<kBothBf16<X, Y>, Two, vec>;
-
-// N rows of one example, twice. First, row by row, the two sums that dx waits for. Then, from L1 or L2, channel by channel
-// through all N rows, dx and their share of c_b. Long rows go in blocks of four, which load and store the 2C accumulators a
-// quarter as often; short ones have them in L1 anyway, and where stores stream, rows in parallel are slower by up to half: they
-// break up the streams that prefetcher and write buffers follow. The order of additions is that of the rows in any case.
-constexpr int kBlockRows = 4;
-constexpr int64_t kLongRow = 2048;
-
+// What dx of a row needs to know beside dy, x and w: dx = dy * w * rstd - (x - mean) * slope - shift.
 struct Row { float mean, rstd, slope, shift; };
 
-template <bool Rms, class X, class Y>
-inline Row row_sums(const Backward<X, Y>& a, int64_t row) {
-    const X* x = a.x + row * a.C;
-    const Y* dy = a.dy + row * a.C;
-    const float rstd = a.rstd[row], mean = Rms ? 0 : a.mean[row];
-    Sum sum_g, sum_gc;
-    for_channels<Wide<X, Y>>(a.C, [&](auto v, int64_t j, int turn) {
-        using V = decltype(v);
-        const V g = load<V>(dy + j) * load<V>(a.w + j), xj = load<V>(x + j);
-        sum_gc.add(g * (Rms ? xj : xj - mean), turn);
-        if (!Rms) sum_g.add(g, turn);
-    });
-    return {mean, rstd, sum_gc.total() / a.C * rstd * rstd * rstd, sum_g.total() / a.C * rstd};
-}
+// One walk along the channels does two things. It writes dx of N rows and adds their share to c_b (Write), and it takes the
+// two sums that dx of the N rows after them will wait for (Next). So the memory bus is never left to reads or to writes
+// alone, and 2C accumulators are loaded and stored once for N rows. Two rows: with one the accumulators cost more, with four
+// the rows of a power of two of channels push each other out of L1. Rows are added in order, so N changes no sum.
+constexpr int kRows = 2;
 
-template <int N, bool Rms, bool Bias, bool Add, class X, class Y>
-inline void write_block(const Backward<X, Y>& a, int64_t first, const Row* rows, float* acc_w, float* acc_b) {
-    const int64_t C = a.C;
-    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) {
+template <int N, bool Rms, bool Bias, bool Add, bool Write, bool Next, bool Stream, class X, class Y>
+INLINE inline void walk(const Backward<X, Y>& a, int64_t first, Row* rows, float* acc_w, float* acc_b) {
+    const int64_t C = a.C, next = Write ? first + N : first;
+    Row now[N];
+    float mean[N];
+    for (int i = 0; i < N; ++i) {
+        if (Write) now[i] = rows[i];
+        if (Next) mean[i] = Rms ? 0 : a.mean[next + i];
+    }
+    Sum<1> sum_g[N], sum_gc[N];
+    const float* const weight = a.w;
+    const X *const x_now = a.x + first * C, *const x_next = a.x + next * C, *const ds = Add ? a.ds + first * C : nullptr;
+    const Y *const dy_now = a.dy + first * C, *const dy_next = a.dy + next * C;
+    X* const dx = a.dx + first * C;
+    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) INLINE {
         using V = decltype(v);
-        const V w = load<V>(a.w + j);
-        V cw = load<V>(acc_w + j), cb{};
-        if (Bias) cb = load<V>(acc_b + j);
-        const int64_t from = first * C + j;
-        const X* x = a.x + from;
-        const Y* dy = a.dy + from;
-        X* dx = a.dx + from;
-        for (int i = 0; i < N; ++i, x += C, dy += C, dx += C) {
-            const Row& r = rows[i];
-            if (N == 1) {   // the next row, while this loop leaves the memory bus to writes
-                __builtin_prefetch(x + C);
-                __builtin_prefetch(dy + C);
+        const V w = load<V>(weight + j);
+        for (int64_t i = 0; Next && i < N; ++i) {
+            const int64_t at = i * C + j;
+            if (Stream) {   // from memory, where it takes longest
+                __builtin_prefetch(x_next + N * C + at);
+                __builtin_prefetch(dy_next + N * C + at);
             }
-            const V d = load<V>(dy), xi = load<V>(x), c = Rms ? xi : xi - r.mean, dr = d * r.rstd;
-            cw = cw + dr * c;
-            if (Bias) cb = cb + d;
-            V out = dr * w - (Rms ? c * r.slope : c * r.slope + r.shift);
-            if constexpr (Add) out = out + load<V>(a.ds + from + i * C);
-            store(dx, out, a.stream);
+            const V g = load<V>(dy_next + at) * w, x = load<V>(x_next + at);
+            sum_gc[i].add(g * (Rms ? x : x - mean[i]), 0);
+            if (!Rms) sum_g[i].add(g, 0);
         }
-        store(acc_w + j, cw);
-        if (Bias) store(acc_b + j, cb);
+        if constexpr (Write) {
+            V cw = load<V>(acc_w + j), cb{};
+            if (Bias) cb = load<V>(acc_b + j);
+            for (int64_t i = 0; i < N; ++i) {
+                const int64_t at = i * C + j;
+                const V d = load<V>(dy_now + at), x = load<V>(x_now + at), c = Rms ? x : x - now[i].mean, dr = d * now[i].rstd;
+                cw = cw + dr * c;
+                if (Bias) cb = cb + d;
+                V out = dr * w - (Rms ? c * now[i].slope : c * now[i].slope + now[i].shift);
+                if constexpr (Add) out = out + load<V>(ds + at);
+                store<Stream>(dx + at, out);
+            }
+            store(acc_w + j, cw);
+            if (Bias) store(acc_b + j, cb);
+        }
     });
+    for (int i = 0; Next && i < N; ++i) {
+        const float rstd = a.rstd[next + i];
+        rows[i] = {mean[i], rstd, sum_gc[i].total() / C * rstd * rstd * rstd, sum_g[i].total() / C * rstd};
+    }
 }
 
-// Streaming stores are weakly ordered: finish them before anybody else, or a plain store of ours, touches the same bytes.
+// As many of the rows first to stop as are whole Ns; they are of one example. Returns the first row that is left.
+template <int N, bool Rms, bool Bias, bool Add, bool Stream, class X, class Y>
+int64_t walk_rows(const Backward<X, Y>& a, int64_t first, int64_t stop, float* acc_w, float* acc_b) {
+    if (first + N > stop) return first;
+    Row rows[N];
+    walk<N, Rms, Bias, Add, false, true, Stream>(a, first, rows, acc_w, acc_b);
+    for (; first + 2 * N <= stop; first += N) walk<N, Rms, Bias, Add, true, true, Stream>(a, first, rows, acc_w, acc_b);
+    walk<N, Rms, Bias, Add, true, false, Stream>(a, first, rows, acc_w, acc_b);
+    return first + N;
+}
+
+template <bool Rms, bool Bias, bool Add, bool Stream, class X, class Y>
+void backward_rows(const Backward<X, Y>& a, int64_t first, int64_t stop, float* acc_w, float* acc_b) {
+    first = walk_rows<kRows, Rms, Bias, Add, Stream>(a, first, stop, acc_w, acc_b);
+    walk_rows<1, Rms, Bias, Add, Stream>(a, first, stop, acc_w, acc_b);
+}
+
+// Streaming stores are weakly ordered: finish them before anybody else touches the same bytes.
 inline void end_stream() {
 #ifdef __AVX__
     _mm_sfence();
 #endif
-}
-
-template <int N, bool Rms, bool Bias, class X, class Y>
-inline void backward_block(const Backward<X, Y>& a, int64_t first, float* acc_w, float* acc_b) {
-    Row rows[N];
-    for (int i = 0; i < N; ++i) rows[i] = row_sums<Rms>(a, first + i);
-    if (a.ds) write_block<N, Rms, Bias, true>(a, first, rows, acc_w, acc_b);
-    else write_block<N, Rms, Bias, false>(a, first, rows, acc_w, acc_b);
-    for (int i = 0; i < N; ++i) {
-        if (rows[i].slope == rows[i].slope && rows[i].shift == rows[i].shift) continue;
-        if (a.stream) end_stream();   // a NaN in the row reaches all of it
-        for (int64_t j = 0; j < a.C; ++j) store(a.dx + (first + i) * a.C + j, std::numeric_limits<float>::quiet_NaN());
-    }
 }
 
 // What one thread has: a range of rows, and three buffers of 2C floats (weight part, bias part).
@@ -343,8 +388,9 @@ struct Share {
 };
 
 inline Share share_of(int thread, int threads, int64_t rows, int64_t C, float* buffers) {
-    float* mine = buffers + thread * 6 * C;
-    return {rows * thread / threads, rows * (thread + 1) / threads, mine, mine + 2 * C, mine + 4 * C};
+    const int64_t size = padded(2 * C);
+    float* mine = buffers + thread * 3 * size;
+    return {rows * thread / threads, rows * (thread + 1) / threads, mine, mine + size, mine + 2 * size};
 }
 
 inline void add_to(float* sum, const float* part, int64_t n) {
@@ -373,17 +419,16 @@ void squared_norms(const Backward<X, Y>& a, int64_t b, const float* acc) {
 
 template <bool Rms, bool Bias, class X, class Y> void backward_share(const Backward<X, Y>& a, const Share& s) {
     const int64_t n = Bias ? 2 * a.C : a.C;
-    const bool long_rows = a.C >= kLongRow && !a.stream;
+    const auto rows = a.ds ? a.stream ? backward_rows<Rms, Bias, true, true, X, Y> : backward_rows<Rms, Bias, true, false, X, Y>
+                           : a.stream ? backward_rows<Rms, Bias, false, true, X, Y> : backward_rows<Rms, Bias, false, false, X, Y>;
     std::fill_n(s.total, n, 0.f);
-    for (int64_t row = s.begin; row < s.end;) {
-        const int64_t b = row / a.T, begin = b * a.T, end = begin + a.T, stop = std::min(end, s.end);
+    for (int64_t row = s.begin, stop; row < s.end; row = stop) {
+        const int64_t b = row / a.T, begin = b * a.T, end = begin + a.T;
+        stop = std::min(end, s.end);
         const bool whole = row == begin && stop == end;
         float* acc = row == s.begin && !whole ? s.head : s.tail;
         std::fill_n(acc, n, 0.f);
-        for (; long_rows && row + kBlockRows <= stop; row += kBlockRows)
-            backward_block<kBlockRows, Rms, Bias>(a, row, acc, acc + a.C);
-        for (; row < stop; ++row) backward_block<1, Rms, Bias>(a, row, acc, acc + a.C);
-        if (kBothBf16<X, Y>) for (int64_t from = 0; from < n; from += a.C) reorder<true>(acc + from, acc + from, a.C);
+        rows(a, row, stop, acc, acc + a.C);
         add_to(s.total, acc, n);
         if (whole) squared_norms<Rms, Bias>(a, b, acc);
     }
@@ -406,12 +451,14 @@ void finish_cut_example(const Backward<X, Y>& a, int thread, int threads, float*
 // dweight and dbias: each thread adds up the totals of all threads for its part of the channels.
 template <bool Bias, class X, class Y>
 void finish_total(const Backward<X, Y>& a, int thread, int threads, float* buffers) {
-    const int64_t first = a.C * thread / threads, n = a.C * (thread + 1) / threads - first;
+    const auto border = [&](int t) { return t == threads ? a.C : a.C * t / threads / (2 * W) * (2 * W); };   // whole Twos
+    const int64_t first = border(thread), n = border(thread + 1) - first;
     for (int64_t kind = 0; kind < (Bias ? 2 : 1); ++kind) {
         float* out = (kind ? a.db : a.dw) + first;
         std::fill_n(out, n, 0.f);
         for (int t = 0; t < threads; ++t)
             add_to(out, share_of(t, threads, a.B * a.T, a.C, buffers).total + kind * a.C + first, n);
+        if (kBothBf16<X, Y>) reorder<true>(out, out, n);
     }
 }
 
@@ -442,34 +489,45 @@ template <class Out> bool should_stream(const Out* out, int64_t rows, int64_t C)
 }
 
 template <bool Rms, bool Bias, class X, class Y> void backward(Backward<X, Y> a, int threads) {
-    std::unique_ptr<float[]> buffers(new float[(threads * 6 + 1) * a.C]);
+    const Floats memory(threads * 3 * padded(2 * a.C) + 3 * padded(a.C));
+    float *buffers = memory.begin(), *w = buffers + threads * 3 * padded(2 * a.C), *metric = w + padded(a.C);
     if (kBothBf16<X, Y>) {
-        float* w = buffers.get() + threads * 6 * a.C;
         reorder<false>(a.w, w, a.C);
         a.w = w;
     }
+    if (kBothBf16<X, Y> && a.metric) {
+        for (int64_t from = 0; from < (Rms ? 1 : 2) * a.C; from += a.C) reorder<false>(a.metric + from, metric + from, a.C);
+        a.metric = metric;
+    }
     on_threads(threads, [&](int thread, int n) {
-        backward_share<Rms, Bias>(a, share_of(thread, n, a.B * a.T, a.C, buffers.get()));
+        backward_share<Rms, Bias>(a, share_of(thread, n, a.B * a.T, a.C, buffers));
         if (a.stream) end_stream();
         if (n > 1) wait_for_all();
-        finish_cut_example<Rms, Bias>(a, thread, n, buffers.get());
-        finish_total<Bias>(a, thread, n, buffers.get());
+        finish_cut_example<Rms, Bias>(a, thread, n, buffers);
+        finish_total<Bias>(a, thread, n, buffers);
     });
 }
 
 template <bool Rms, class X, class Y>
 void forward(const X* x, const Y* branch, X* sum, const float* w, const float* b, Y* y, float* stats, int64_t rows, int64_t C,
              float eps, bool stream, int threads) {
+    const Floats memory(kBothBf16<X, Y> ? 2 * padded(C) : 0);
+    if (kBothBf16<X, Y>) {
+        float *w_two = memory.begin(), *b_two = w_two + padded(C);
+        reorder<false>(w, w_two, C);
+        if (b) reorder<false>(b, b_two, C);
+        w = w_two, b = b ? b_two : nullptr;
+    }
+    const auto normalise = stream ? forward_rows<X, Y, Rms, true> : forward_rows<X, Y, Rms, false>;
     on_threads(threads, [=](int thread, int n) {
         const int64_t end = rows * (thread + 1) / n, most = C <= kShortRow ? kForwardRows : 1;
         for (int64_t i = rows * thread / n, count; i < end; i += count) {
             count = std::min(most, end - i);
-            if (branch) for_channels(count * C, [=, from = i * C](auto v, int64_t j, int) {
+            if (branch) for_channels<Wide<X, Y>>(count * C, [=, from = i * C](auto v, int64_t j, int) INLINE {
                 using V = decltype(v);
                 store(sum + from + j, load<V>(x + from + j) + load<V>(branch + from + j));
             });
-            forward_rows<X, Y, Rms>((branch ? sum : x) + i * C, w, b, y + i * C, stats + i, stats + rows + i, count, C, eps,
-                                    stream);
+            normalise((branch ? sum : x) + i * C, w, b, y + i * C, stats + i, stats + rows + i, count, C, eps);
         }
         if (stream) end_stream();
     });
