@@ -247,7 +247,7 @@ template <class Wide = vec, class F> INLINE inline float sum_channels(int64_t C,
 
 // n rows, stage by stage. A short row is over before its sum is known, and the next stage waits for that: with several
 // rows in a stage the processor has other work meanwhile. Long rows go one by one, so that they stay in L1.
-constexpr int64_t kForwardRows = 4, kShortRow = 512;
+constexpr int64_t kForwardRows = 4, kInterleavedRow = 512;
 
 template <class X, class Y, bool Rms, bool Stream>
 inline void forward_rows(const X* x, const float* w, const float* b, Y* y, float* rstd, float* mean, int64_t n, int64_t C,
@@ -300,76 +300,81 @@ template <class X, class Y> struct Backward {
 // What dx of a row needs to know beside dy, x and w: dx = dy * w * rstd - (x - mean) * slope - shift.
 struct Row { float mean, rstd, slope, shift; };
 
-// One walk along the channels does two things. It writes dx of N rows and adds their share to c_b (Write), and it takes the
-// two sums that dx of the N rows after them will wait for (Next). So the memory bus is never left to reads or to writes
-// alone, and 2C accumulators are loaded and stored once for N rows. Two rows: with one the accumulators cost more, with four
-// the rows of a power of two of channels push each other out of L1. Rows are added in order, so N changes no sum.
-constexpr int kRows = 2;
+// N rows of one example, twice: first the two sums that dx waits for, then, from L1 or L2, dx and their share of c_b, which
+// takes loads and stores of 2C accumulators. Rows are added in order, so N changes no sum. Long rows go by four, for the
+// accumulators are not in L1 between them. Short ones go one by one: read and written in one line from end to end, memory
+// is up to twice as fast as by several rows at a time.
+constexpr int kRows = 4;
+constexpr int64_t kShortRow = 1024;
 
-template <int N, bool Rms, bool Bias, bool Add, bool Write, bool Next, bool Stream, class X, class Y>
-INLINE inline void walk(const Backward<X, Y>& a, int64_t first, Row* rows, float* acc_w, float* acc_b) {
-    const int64_t C = a.C, next = Write ? first + N : first;
-    Row now[N];
-    float mean[N];
-    for (int i = 0; i < N; ++i) {
-        if (Write) now[i] = rows[i];
-        if (Next) mean[i] = Rms ? 0 : a.mean[next + i];
-    }
-    Sum<1> sum_g[N], sum_gc[N];
+template <int N, bool Rms, class X, class Y> INLINE inline void row_sums(const Backward<X, Y>& a, int64_t first, Row* rows) {
+    const int64_t C = a.C;
     const float* const weight = a.w;
-    const X *const x_now = a.x + first * C, *const x_next = a.x + next * C, *const ds = Add ? a.ds + first * C : nullptr;
-    const Y *const dy_now = a.dy + first * C, *const dy_next = a.dy + next * C;
-    X* const dx = a.dx + first * C;
-    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) INLINE {
+    const X* const x = a.x + first * C;
+    const Y* const dy = a.dy + first * C;
+    float mean[N];
+    for (int i = 0; i < N; ++i) mean[i] = Rms ? 0 : a.mean[first + i];
+    constexpr int lanes = kLanes / N, turns = std::max<int>(1, lanes * sizeof(vec) / sizeof(Wide<X, Y>));
+    Sum<lanes> sum_g[N], sum_gc[N];
+    for_channels<Wide<X, Y>, turns>(C, [&](auto v, int64_t j, int turn) INLINE {
         using V = decltype(v);
         const V w = load<V>(weight + j);
-        for (int64_t i = 0; Next && i < N; ++i) {
-            const int64_t at = i * C + j;
-            if (Stream) {   // from memory, where it takes longest
-                __builtin_prefetch(x_next + N * C + at);
-                __builtin_prefetch(dy_next + N * C + at);
-            }
-            const V g = load<V>(dy_next + at) * w, x = load<V>(x_next + at);
-            sum_gc[i].add(g * (Rms ? x : x - mean[i]), 0);
-            if (!Rms) sum_g[i].add(g, 0);
-        }
-        if constexpr (Write) {
-            V cw = load<V>(acc_w + j), cb{};
-            if (Bias) cb = load<V>(acc_b + j);
-            for (int64_t i = 0; i < N; ++i) {
-                const int64_t at = i * C + j;
-                const V d = load<V>(dy_now + at), x = load<V>(x_now + at), c = Rms ? x : x - now[i].mean, dr = d * now[i].rstd;
-                cw = cw + dr * c;
-                if (Bias) cb = cb + d;
-                V out = dr * w - (Rms ? c * now[i].slope : c * now[i].slope + now[i].shift);
-                if constexpr (Add) out = out + load<V>(ds + at);
-                store<Stream>(dx + at, out);
-            }
-            store(acc_w + j, cw);
-            if (Bias) store(acc_b + j, cb);
+        for (int64_t i = 0; i < N; ++i) {
+            const V g = load<V>(dy + i * C + j) * w, xi = load<V>(x + i * C + j);
+            sum_gc[i].add(g * (Rms ? xi : xi - mean[i]), turn);
+            if (!Rms) sum_g[i].add(g, turn);
         }
     });
-    for (int i = 0; Next && i < N; ++i) {
-        const float rstd = a.rstd[next + i];
+    for (int i = 0; i < N; ++i) {
+        const float rstd = a.rstd[first + i];
         rows[i] = {mean[i], rstd, sum_gc[i].total() / C * rstd * rstd * rstd, sum_g[i].total() / C * rstd};
     }
 }
 
-// As many of the rows first to stop as are whole Ns; they are of one example. Returns the first row that is left.
 template <int N, bool Rms, bool Bias, bool Add, bool Stream, class X, class Y>
-int64_t walk_rows(const Backward<X, Y>& a, int64_t first, int64_t stop, float* acc_w, float* acc_b) {
-    if (first + N > stop) return first;
-    Row rows[N];
-    walk<N, Rms, Bias, Add, false, true, Stream>(a, first, rows, acc_w, acc_b);
-    for (; first + 2 * N <= stop; first += N) walk<N, Rms, Bias, Add, true, true, Stream>(a, first, rows, acc_w, acc_b);
-    walk<N, Rms, Bias, Add, true, false, Stream>(a, first, rows, acc_w, acc_b);
-    return first + N;
+INLINE inline void write_rows(const Backward<X, Y>& a, int64_t first, const Row (&rows)[N], float* acc_w, float* acc_b) {
+    const int64_t C = a.C;
+    const float* const weight = a.w;
+    const X *const x = a.x + first * C, *const ds = Add ? a.ds + first * C : nullptr;
+    const Y* const dy = a.dy + first * C;
+    X* const dx = a.dx + first * C;
+    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) INLINE {
+        using V = decltype(v);
+        const V w = load<V>(weight + j);
+        V cw = load<V>(acc_w + j), cb{};
+        if (Bias) cb = load<V>(acc_b + j);
+        for (int64_t i = 0; i < N; ++i) {
+            const int64_t at = i * C + j;
+            // The next rows, while this loop leaves the memory bus to writes: x is as old as the forward pass, dy is new.
+            __builtin_prefetch(x + N * C + at);
+            if (Stream && std::is_same_v<Y, bf16>) __builtin_prefetch(dy + N * C + at);
+            const V d = load<V>(dy + at), xi = load<V>(x + at), c = Rms ? xi : xi - rows[i].mean, dr = d * rows[i].rstd;
+            cw = cw + dr * c;
+            if (Bias) cb = cb + d;
+            V out = dr * w - (Rms ? c * rows[i].slope : c * rows[i].slope + rows[i].shift);
+            if constexpr (Add) out = out + load<V>(ds + at);
+            store<Stream>(dx + at, out);
+        }
+        store(acc_w + j, cw);
+        if (Bias) store(acc_b + j, cb);
+    });
+}
+
+// As many of the rows first to stop, all of one example, as are whole Ns. Returns the first row that is left.
+template <int N, bool Rms, bool Bias, bool Add, bool Stream, class X, class Y>
+int64_t backward_by(const Backward<X, Y>& a, int64_t first, int64_t stop, float* acc_w, float* acc_b) {
+    for (; first + N <= stop; first += N) {
+        Row rows[N];
+        row_sums<N, Rms>(a, first, rows);
+        write_rows<N, Rms, Bias, Add, Stream>(a, first, rows, acc_w, acc_b);
+    }
+    return first;
 }
 
 template <bool Rms, bool Bias, bool Add, bool Stream, class X, class Y>
 void backward_rows(const Backward<X, Y>& a, int64_t first, int64_t stop, float* acc_w, float* acc_b) {
-    first = walk_rows<kRows, Rms, Bias, Add, Stream>(a, first, stop, acc_w, acc_b);
-    walk_rows<1, Rms, Bias, Add, Stream>(a, first, stop, acc_w, acc_b);
+    if (a.C > kShortRow) first = backward_by<kRows, Rms, Bias, Add, Stream>(a, first, stop, acc_w, acc_b);
+    backward_by<1, Rms, Bias, Add, Stream>(a, first, stop, acc_w, acc_b);
 }
 
 // Streaming stores are weakly ordered: finish them before anybody else touches the same bytes.
@@ -520,7 +525,7 @@ void forward(const X* x, const Y* branch, X* sum, const float* w, const float* b
     }
     const auto normalise = stream ? forward_rows<X, Y, Rms, true> : forward_rows<X, Y, Rms, false>;
     on_threads(threads, [=](int thread, int n) {
-        const int64_t end = rows * (thread + 1) / n, most = C <= kShortRow ? kForwardRows : 1;
+        const int64_t end = rows * (thread + 1) / n, most = C <= kInterleavedRow ? kForwardRows : 1;
         for (int64_t i = rows * thread / n, count; i < end; i += count) {
             count = std::min(most, end - i);
             if (branch) for_channels<Wide<X, Y>>(count * C, [=, from = i * C](auto v, int64_t j, int) INLINE {
