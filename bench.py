@@ -32,7 +32,7 @@ import torch.nn.functional as F
 import distributed
 import hardware
 import ln_kernel
-from bench_tools import MODELS, Step, adamw, batch_of, clip_and_step, geomean, interleave, paired, spread, write_json
+from bench_tools import MODELS, Step, adamw, batch_of, clip_and_step, geomean, interleave, paired, plain, spread, write_json
 from configurator import Config, die
 
 # ---- kernel: B examples of T rows of C channels; per C a tensor that fits the caches and one that does not
@@ -354,7 +354,7 @@ def silent_stderr():
         os.close(nowhere)
 
 
-def step_variants(name, others, ranks, only=None):
+def step_variants(name, others, ranks, dtype, only=None):
     shape, micro = MODELS[name]
     settings = {"off, torch's norm": dict(mode="off", norm_impl="torch"), "off": dict(mode="off"), "norm": dict(mode="norm"),
                 "norm + adam": dict(mode="norm", adam=True), "exact": dict(mode="exact"),
@@ -365,7 +365,7 @@ def step_variants(name, others, ranks, only=None):
             die(f"--only={only}: unknown variant '{unknown[0]}', expected some of {', '.join(list(settings)[1:])}")
         settings = {variant: options for variant, options in settings.items()
                     if variant == "off, torch's norm" or variant in only.split(",")}
-    variants = {variant: Step(shape, micro, ranks=ranks, **options) for variant, options in settings.items()}
+    variants = {variant: Step(shape, micro, dtype=dtype, ranks=ranks, **options) for variant, options in settings.items()}
     if others:
         variants["plain modules, off"] = plain_step(shape, micro, None)
         for package in ("torch.func", "opacus"):
@@ -390,22 +390,22 @@ def step(args):
         return subprocess.run([*launch, os.path.abspath(__file__), *sys.argv[1:]]).returncode
     ranks = distributed.start(Config(batch_schedule="constant", batch_size=8 * args.ranks), "cpu")
     hardware.prepare_cpu()
-    report = {}
+    report, dtype = {}, hardware.pick_dtype(args.dtype, "cpu")
     for name in args.models.split(","):
-        variants = step_variants(name, args.others, ranks, args.only)
+        variants = step_variants(name, args.others, ranks, dtype, args.only)
         samples = interleave(variants, 0 if args.ranks > 1 else args.seconds, min_rounds=args.rounds)  # ranks need equal rounds
         report[name] = {variant: {**spread(phases["step"]), **paired(phases["step"], samples["off, torch's norm"]["step"]),
                                   "peak_bytes": peak_bytes(variants[variant])} for variant, phases in samples.items()}
         if ranks.first:
-            print(step_table(name, report[name], args.ranks), flush=True)
+            print(step_table(name, report[name], args.ranks, plain(dtype)), flush=True)
     if ranks.first:
-        write_json(args.out, {"threads": torch.get_num_threads(), "ranks": args.ranks, "models": report})
+        write_json(args.out, {"threads": torch.get_num_threads(), "ranks": args.ranks, "dtype": plain(dtype), "models": report})
     ranks.stop()
 
 
-def step_table(name, rows, ranks):
+def step_table(name, rows, ranks, dtype):
     any_row = next(iter(rows.values()))
-    lines = [f"{name}: {ranks} process{'es' if ranks > 1 else ''} of {torch.get_num_threads()} threads, load "
+    lines = [f"{name}, {dtype}: {ranks} process{'es' if ranks > 1 else ''} of {torch.get_num_threads()} threads, load "
              f"{os.getloadavg()[0]:.1f}, {any_row['n']} rounds; time over that of the same round's step with tracking off and "
              "torch's own LayerNorm: median (quartiles); bytes held at the peak"]
     for variant, r in rows.items():
@@ -471,6 +471,7 @@ def main():
     p = commands.add_parser("step", help="whole training steps on this CPU")
     p.add_argument("--models", default="", help=f"some of {', '.join(MODELS)}, by comma")
     p.add_argument("--against", metavar="PATH", help="a nanoGPT checkout: time its step and ours in turns")
+    p.add_argument("--dtype", default="auto", choices=("auto", *hardware.DTYPES), help="auto: as train.py picks it")
     p.add_argument("--others", action="store_true", help="also torch.func, Opacus and BackPACK")
     p.add_argument("--only", help="variants to compare with off, by comma: norm,norm + adam,exact; default: all")
     p.add_argument("--ranks", type=int, default=1, help="processes, with DDP over gloo")
@@ -481,6 +482,7 @@ def main():
     p = commands.add_parser("profile", help="a step by its parts, on this CPU")
     p.add_argument("--models", default="char", help=f"some of {', '.join(MODELS)}, or config files, by comma")
     p.add_argument("--gns", default="norm", choices=("off", "norm", "exact"))
+    p.add_argument("--dtype", default="auto", choices=("auto", *hardware.DTYPES), help="auto: as train.py picks it")
     p.add_argument("--micro", type=int, default=0, help="micro-batch; default: the model's own")
     p.add_argument("--seconds", type=float, default=20.0, help="per model, at least")
     p.add_argument("--rounds", type=int, default=7, help="at least so many per model")

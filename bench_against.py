@@ -5,7 +5,8 @@ Each side lives in a process of its own for the whole benchmark, since how memor
 is a setting of the process: ours is set as train.py sets it, theirs is left alone. The two take turns, the other one waiting.
 Both start from the same weights and read the same batches with the same number of threads. Their step is the body of their
 training loop on a CPU: forward, backward, clip_grad_norm_, optimizer.step, zero_grad, with the optimizer that their
-configure_optimizers makes. Ours has the noise scale of the norm layers on top.
+configure_optimizers makes, in float32, which is what its loop does on a CPU. Ours has the noise scale of the norm layers
+on top, and the dtype that is asked for; the losses that are compared are of steps in float32 on both sides.
 """
 
 import contextlib
@@ -76,14 +77,21 @@ def load_theirs(model, state, path):
     model.load_state_dict(renamed, strict=False)
 
 
-def our_side(shape, micro, state, _path):
+def our_side(shape, micro, state, _path, dtype):
     hardware.prepare_cpu()
-    step = Step(shape, micro, "norm")
+    step, taken = Step(shape, micro, "norm"), 0
     step.model.load_state_dict(state)
-    return step.step
+
+    def run(x, y):
+        nonlocal taken
+        if taken == LOSS_STEPS:
+            step.autocast = hardware.autocast("cpu", dtype)
+        taken += 1
+        return step.step(x, y)
+    return run
 
 
-def their_side(shape, micro, state, path):
+def their_side(shape, micro, state, path, _dtype):
     with contextlib.redirect_stdout(io.StringIO()):  # it reports while it is made
         model = their_model(path, shape)
         load_theirs(model, state, path)
@@ -99,11 +107,11 @@ def their_side(shape, micro, state, path):
     return step
 
 
-def work(connection, side, shape, micro, weights, path, threads):
+def work(connection, side, shape, micro, weights, path, dtype, threads):
     """The life of one side's process: (first batch, steps) in, (seconds, losses) out, None ends it."""
     try:
         torch.set_num_threads(threads)
-        step = side(shape, micro, torch.load(weights), path)
+        step = side(shape, micro, torch.load(weights), path, dtype)
         connection.send("ready")
     except ConfigError as e:
         connection.send(str(e))
@@ -157,14 +165,14 @@ class Side:
             self.process.terminate()
 
 
-def compare(name, path, threads, seconds, rounds, turn_seconds=1.0):
+def compare(name, path, dtype, threads, seconds, rounds, turn_seconds=1.0):
     """Tokens/s of both sides over rounds of one turn each, and the losses of the first steps."""
     shape, micro = bench_tools.MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
         weights = os.path.join(folder, "weights.pt")
         torch.manual_seed(0)
         torch.save(GPT(GPTConfig(**shape)).state_dict(), weights)
-        sides = {side: Side(function, shape, micro, weights, path, threads)
+        sides = {side: Side(function, shape, micro, weights, path, dtype, threads)
                  for side, function in (("ours", our_side), ("theirs", their_side))}
         try:
             for side in sides.values():
@@ -207,14 +215,15 @@ def table(name, row):
 def against(args):
     """Exit code 1 where losses disagree: then the times are of two different computations."""
     torch.set_num_threads(min(torch.get_num_threads(), hardware.usable_cores()))
-    threads, report = torch.get_num_threads(), {}
+    threads, report, dtype = torch.get_num_threads(), {}, hardware.pick_dtype(args.dtype, "cpu")
     try:
         their_module(args.against)
         for name in args.models.split(","):
-            report[name] = compare(name, args.against, threads, args.seconds, args.rounds)
-            print(f"float32, {threads} threads, load {os.getloadavg()[0]:.1f}; ours with gns=norm\n"
+            report[name] = compare(name, args.against, dtype, threads, args.seconds, args.rounds)
+            print(f"{threads} threads, load {os.getloadavg()[0]:.1f}; ours in {bench_tools.plain(dtype)} with gns=norm, theirs "
+                  "in float32\n"
                   + table(name, report[name]), flush=True)
-            write_json(args.out, {"threads": threads, "models": report})
+            write_json(args.out, {"threads": threads, "dtype": bench_tools.plain(dtype), "models": report})
     except ConfigError as e:
         die(e)
     return 0 if all(row["losses_agree"] for row in report.values()) else 1

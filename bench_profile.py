@@ -136,7 +136,7 @@ def profiled(step, batch):
         loss.backward()
     clock.switch("tracking", "rest")
     tracker.take(measure, 1)
-    record = tracker.finish(loss.detach(), step.micro, step.one)
+    record = tracker.finish(loss.detach(), step.one)
     clock.switch("optimizer")
     bench_tools.clip_and_step(step.optimizer, step.parameters, record["param_sq"].sum())
     clock.switch(None)
@@ -189,9 +189,9 @@ def middle(rows):
     return {key: statistics.fmean(row.get(key, 0.0) for row in rows) for key in {k for row in rows for k in row}}
 
 
-def profile_model(name, mode, micro, seconds, rounds):
+def profile_model(name, mode, dtype, micro, seconds, rounds):
     shape, micro = model_of(name, micro)
-    step, found, number = Step(shape, micro, mode), [], 0
+    step, found, number = Step(shape, micro, mode, dtype=dtype), [], 0
     with token_file(shape) as data:
         def batch():
             nonlocal number
@@ -206,9 +206,9 @@ def profile_model(name, mode, micro, seconds, rounds):
         def in_parts():
             found.append(profiled(step, batch))
             return {"step": sum(found[-1].values())}
-        before = hardware.matmul_ceiling("cpu", torch.float32)
+        before = hardware.matmul_ceiling("cpu", dtype)
         samples = interleave({"plain": plain, "profiled": in_parts}, seconds, rounds)
-        ceiling = max(before, hardware.matmul_ceiling("cpu", torch.float32))
+        ceiling = max(before, hardware.matmul_ceiling("cpu", dtype))
     times, work = middle(found[2:]), flops(shape, micro)
     total = sum(times.values())
     rows = {part: {**{f"{phase}_ms": 1e3 * times.get((phase, part), 0.0) for phase in ("forward", "backward", "rest")},
@@ -217,13 +217,15 @@ def profile_model(name, mode, micro, seconds, rounds):
     for row in rows.values():
         row |= {"share": row["ms"] / (1e3 * total), "mfu": row["flops"] / (row["ms"] / 1e3 * ceiling) if row["flops"] else None}
     medians = {variant: spread(phases["step"]) for variant, phases in samples.items()}
-    return {"gns": mode, "micro_batch": micro, "shape": shape, "parts": rows, "step_ms": 1e3 * total, "ceiling_flops": ceiling,
-            "mfu": sum(work.values()) / (total * ceiling), "tokens_per_second": micro * shape["block_size"] / total, **medians,
+    return {"gns": mode, "dtype": bench_tools.plain(dtype), "micro_batch": micro, "shape": shape, "parts": rows,
+            "step_ms": 1e3 * total, "ceiling_flops": ceiling, "mfu": sum(work.values()) / (total * ceiling),
+            "tokens_per_second": micro * shape["block_size"] / total, **medians,
             "overhead": medians["profiled"]["median_ms"] / medians["plain"]["median_ms"] - 1}
 
 
 def table(name, report):
-    lines = [f"{name}: gns={report['gns']}, micro-batch {report['micro_batch']}, {torch.get_num_threads()} threads, "
+    lines = [f"{name}: gns={report['gns']}, {report['dtype']}, micro-batch {report['micro_batch']}, "
+             f"{torch.get_num_threads()} threads, "
              f"{report['profiled']['n']} steps, load {os.getloadavg()[0]:.1f}; matrix products reach "
              f"{report['ceiling_flops'] / 1e9:.0f} GFLOP/s",
              "  {:12}{:>12}{:>12}{:>10}{:>10}{:>8}{:>9}{:>7}".format("part", "forward ms", "backward ms", "rest ms", "all ms",
@@ -244,7 +246,8 @@ def profile(args):
     report = {}
     try:
         for name in args.models.split(","):
-            report[name] = profile_model(name, args.gns, args.micro, args.seconds, args.rounds)
+            report[name] = profile_model(name, args.gns, hardware.pick_dtype(args.dtype, "cpu"), args.micro, args.seconds,
+                                         args.rounds)
             print(table(name, report[name]), flush=True)
     except ConfigError as e:
         die(e)

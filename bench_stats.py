@@ -42,7 +42,7 @@ def one_step(config, data, accum, measured):
             total += loss.detach() / accum
             tracker.take(probes, accum)
             stats.take(None, one)
-        record = tracker.finish(total, accum * size, one)
+        record = tracker.finish(total, one)
         stats.before_update()
         torch._foreach_mul_([p.grad for p in parameters], torch.clamp(1 / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0))
         optimizer.step()

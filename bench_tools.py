@@ -66,6 +66,10 @@ def geomean(values):
     return math.exp(statistics.fmean(math.log(v) for v in values))
 
 
+def plain(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
 def write_json(path, report):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +131,6 @@ class Step:
             loss = self.run_model(x, y, **measure)[1]
         loss.backward()
         self.tracker.take(measure, 1)
-        record = self.tracker.finish(loss.detach(), self.micro, self.one)
+        record = self.tracker.finish(loss.detach(), self.one)
         clip_and_step(self.optimizer, self.parameters, record["param_sq"].sum())
         return record["loss"]

@@ -1,9 +1,9 @@
 """
 What is measured in a training step, between the probes (model.py) and the noise scale (gns.py).
 
-On the device, once per step and without asking the host: the squared norm of every parameter's gradient, and per site the
-sum over examples of the squared norm of each example's gradient. On the host, once per logged step: which of them
-belong to which group, the unbiased pair of each group, and the averages.
+On the device, once per step and without asking the host: the squared norm of every parameter's gradient, and what the
+probes got, as it is. On the host, once per logged step: sums over examples and sites, which of them belong to which
+group, the unbiased pair of each group, and the averages.
 
 Groups: norm; in exact mode also attention, mlp, embedding, head (if untied), total, and block_0, block_1, ...
 With several processes (distributed.py) each measures its own n_local examples; sums go over ranks once per step, in one
@@ -100,19 +100,14 @@ class Tracker:
             for p, held in zip(self.params, self.held):
                 p.grad = held
 
-    def finish(self, loss, n_local, loss_scale):
-        """The step's numbers as {name: tensor}, before clipping. `n_local` examples had a share 1/n_local in the loss, so
-        backward held c_b = loss_scale * g_b / n_local: |g_b|^2 = (n_local / loss_scale)^2 |c_b|^2."""
+    def finish(self, loss, loss_scale):
+        """The step's numbers as {name: tensor}, before clipping; of the norms, all that backward held."""
         world, replicas = self.ranks.world, 1 if self.ranks.sharded else self.ranks.world
         param_sq = torch.stack(torch._foreach_norm([local(p.grad) for p in self.params])).float().square()
-        record = {"loss": loss / world, "param_sq": param_sq / replicas}
+        record = {"loss": loss if world == 1 else loss / world, "param_sq": param_sq if replicas == 1 else param_sq / replicas}
         if self.taken:
-            sq = torch.cat(self.taken, -1) * (n_local / loss_scale) ** 2  # (S, 2 or 4, B)
-            record["site_sq"] = sq[:, :2].sum((1, 2))
-            own = sq[self.norm_sites] if self.mode != self.config.gns else sq  # a calibration step logs what its neighbours do
-            record["example"] = self.in_order(own[:, :2].sum((0, 1)))  # squared norm of each example's gradient
+            record["sq"] = self.in_order(self.taken)
             if self.metrics:
-                record["site_psq"] = sq[:, 2:].sum((1, 2))
                 weighted = {n: (self.metrics[n] * local(p.grad).square()).sum() for n, p in self.tracked_parameters()}
                 zero = param_sq.new_zeros(())
                 record["param_psq"] = torch.stack([weighted.get(n, zero) for n in self.names]) / replicas
@@ -121,16 +116,17 @@ class Tracker:
         if self.rank_sq is not None:
             record["rank_sq"] = self.rank_sq / loss_scale**2 / world
         record = self.sum_over_ranks(record)
+        record["loss_scale"] = loss_scale
         record["bad"] = torch.logical_not(torch.isfinite(record["param_sq"].sum()) & torch.isfinite(record["loss"])).float()
         return record
 
-    def in_order(self, example):
-        """(n_local,) -> (B,) with zeros where other ranks' examples are, in the order of the run: the sum is a gather."""
+    def in_order(self, taken):
+        """(micro-batch, rank, S, 2 or 4, example), with zeros where other ranks' examples are: the sum is a gather."""
         if self.ranks.world == 1:
-            return example
-        everyone = example.new_zeros(len(self.taken), self.ranks.world, self.config.micro_batch_size)
-        everyone[:, self.ranks.rank] = example.view(len(self.taken), -1)
-        return everyone.view(-1)
+            return taken[0] if len(taken) == 1 else torch.stack(taken)
+        everyone = taken[0].new_zeros(len(taken), self.ranks.world, *taken[0].shape)
+        everyone[:, self.ranks.rank] = torch.stack(taken)
+        return everyone
 
     def sum_over_ranks(self, record):
         if self.ranks.world == 1 or not record:
@@ -142,9 +138,10 @@ class Tracker:
     # -- on the host, for every step in order
 
     def absorb(self, record, mode, B, tokens):
-        """Bring the averages up to date with one step; record {name: float64 array}."""
+        """Bring the averages up to date with one step; record {name: flat float64 array}."""
         if mode != "off":
             self.last = {}
+            record = record | self.sums(record["sq"], mode, B, record["loss_scale"])
             self.example = record["example"]
         if B == 1:
             return  # one example says nothing about noise
@@ -166,6 +163,16 @@ class Tracker:
                     params = self.members["exact"][group][1]
                     small, big = float(record[f"{kind}_sq"][params].sum()), float(record["param_sq"][params].sum())
                     self.scales[f"{group}_{kind}"].update(*gns.unbiased_pair(small, big, n_small, B), tokens)
+
+    def sums(self, sq, mode, B, loss_scale):
+        """Each process's n_local examples had a share 1/n_local in its loss, so that backward held
+        c_b = loss_scale * g_b / n_local: |g_b|^2 = (n_local / loss_scale)^2 |c_b|^2."""
+        n_local, m = B // self.ranks.world, self.config.micro_batch_size
+        sites = len(self.sites[mode])
+        sq = sq.reshape(B // m, sites, -1, m) * (n_local / loss_scale) ** 2  # rows: weight, bias(, both in Adam's metric)
+        own = sq[:, self.norm_sites] if mode != self.config.gns else sq  # a calibration step logs what its neighbours do
+        sums = {"site_sq": sq[:, :, :2].sum((0, 2, 3)), "example": own[:, :, :2].sum((1, 2)).reshape(-1)}
+        return sums | ({"site_psq": sq[:, :, 2:].sum((0, 2, 3))} if sq.shape[2] > 2 else {})
 
     def row(self):
         """The keys of a log line."""

@@ -203,7 +203,7 @@ def train(config, ranks, device):
             stats.take(tracker.held, loss_scale)
         tracker.release()
         scaler.unscale_(optimizer)
-        record = tracker.finish(loss_sum, B // ranks.world, loss_scale)
+        record = tracker.finish(loss_sum, loss_scale)
         pending.append((record, tracker.mode, B, step_tokens))
         stats.before_update()
 

@@ -146,7 +146,7 @@ def measure(spec):
         middle = clock()
         tracker.release()
         scaler.unscale_(optimizer)
-        record = tracker.finish(loss_sum, accum * config.micro_batch_size, loss_scale)
+        record = tracker.finish(loss_sum, loss_scale)
         stats.before_update()
         clip = torch.clamp(1.0 / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0)
         torch._foreach_mul_([p.grad for p in parameters], clip)

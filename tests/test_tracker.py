@@ -62,7 +62,7 @@ def one_step(config, model, optimizer, x, y):
         loss_sum = loss_sum + loss.detach() / accum
         tracker.take(measure, accum)
     tracker.release()
-    record = tracker.finish(loss_sum, len(x), torch.ones(()))
+    record = tracker.finish(loss_sum, torch.ones(()))
     tracker.absorb({k: v.double().numpy().reshape(-1) for k, v in record.items()}, tracker.mode, len(x), x.numel())
     return tracker
 
