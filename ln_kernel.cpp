@@ -250,9 +250,14 @@ template <class Wide = vec, class F> INLINE inline float sum_channels(int64_t C,
 constexpr int64_t kForwardRows = 4, kInterleavedRow = 512;
 
 template <class X, class Y, bool Rms, bool Stream>
-inline void forward_rows(const X* x, const float* w, const float* b, Y* y, float* rstd, float* mean, int64_t n, int64_t C,
-                         float eps) {
+inline void forward_rows(const X* input, const Y* branch, X* sum, const float* w, const float* b, Y* y, float* rstd,
+                         float* mean, int64_t n, int64_t C, float eps) {
     using Wide = Wide<X, Y>;
+    const X* x = branch ? sum : input;
+    if (branch) for_channels<Wide>(n * C, [=](auto v, int64_t j, int) INLINE {
+        using V = decltype(v);
+        store(sum + j, load<V>(input + j) + load<V>(branch + j));
+    });
     for (int64_t i = 0; !Rms && i < n; ++i)
         mean[i] = sum_channels<Wide>(C, [row = x + i * C](auto v, int64_t j) INLINE { return load<decltype(v)>(row + j); }) / C;
     for (int64_t i = 0; i < n; ++i) {
@@ -268,16 +273,16 @@ inline void forward_rows(const X* x, const float* w, const float* b, Y* y, float
         });
         const float left = mend ? sum_d.total() / C : 0;
         if (mend) mean[i] = m + left;
-        rstd[i] = 1 / std::sqrt(sum_dd.total() / C - left * left + eps);
+        const float var = sum_dd.total() / C - left * left;   // may be rounded to below 0; a NaN stays one
+        rstd[i] = 1 / std::sqrt(std::max(var, 0.f) + eps);
     }
     for (int64_t i = 0; i < n; ++i)
-        for_channels<Wide>(C, [=, row = x + i * C, out = y + i * C, m = Rms ? 0 : mean[i], r = rstd[i]](auto v, int64_t j,
-                                                                                                    int) INLINE {
+        for_channels<Wide>(C, [=, at = i * C, m = Rms ? 0 : mean[i], r = rstd[i]](auto v, int64_t j, int) INLINE {
             using V = decltype(v);
-            __builtin_prefetch(row + n * C + j);   // the next rows, while this loop leaves the memory bus to writes; after a
-                                                   // branch, the lines that their sum will be written to
-            const V h = (load<V>(row + j) - m) * r;
-            store<Stream>(out + j, b ? h * load<V>(w + j) + load<V>(b + j) : h * load<V>(w + j));
+            __builtin_prefetch(input + n * C + at + j);   // the next rows, while this loop leaves the memory bus to writes
+            if (branch) __builtin_prefetch(branch + n * C + at + j);
+            const V h = (load<V>(x + at + j) - m) * r;
+            store<Stream>(y + at + j, b ? h * load<V>(w + j) + load<V>(b + j) : h * load<V>(w + j));
         });
 }
 
@@ -528,11 +533,8 @@ void forward(const X* x, const Y* branch, X* sum, const float* w, const float* b
         const int64_t end = rows * (thread + 1) / n, most = C <= kInterleavedRow ? kForwardRows : 1;
         for (int64_t i = rows * thread / n, count; i < end; i += count) {
             count = std::min(most, end - i);
-            if (branch) for_channels<Wide<X, Y>>(count * C, [=, from = i * C](auto v, int64_t j, int) INLINE {
-                using V = decltype(v);
-                store(sum + from + j, load<V>(x + from + j) + load<V>(branch + from + j));
-            });
-            normalise((branch ? sum : x) + i * C, w, b, y + i * C, stats + i, stats + rows + i, count, C, eps);
+            normalise(x + i * C, branch ? branch + i * C : nullptr, branch ? sum + i * C : nullptr, w, b, y + i * C, stats + i,
+                      stats + rows + i, count, C, eps);
         }
         if (stream) end_stream();
     });

@@ -25,6 +25,12 @@ def pair(**more):
     return config, GPT(GPTConfig(vocab_size=V, **{k: getattr(config, k) for k in names}))
 
 
+@pytest.fixture(autouse=True)
+def attention_as_on_a_gpu(monkeypatch):
+    """A plan is for GPUs; on a CPU short sequences attend in float32 and keep more."""
+    monkeypatch.setattr("model.CPU_FLOAT_ATTENTION", 0)
+
+
 def kept_bytes(model, config, dtype, mode=None):
     """Bytes of all distinct storages that autograd keeps besides parameters: [activations, parameters' copies in bf16]."""
     shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2}
