@@ -25,9 +25,8 @@ import head_loss
 import ln_kernel
 import per_example
 
-
-# Sequences up to this length attend in float32 on a CPU, whatever autocast says. Forward and backward of torch's fused kernel in
-# float32 over bf16: 0.5 of the time for 128 tokens (4 heads of 32), 0.9 for 256 (6 of 64), but 1.2 for 1024 (12 of 64).
+# Sequences up to this length attend in float32 on a CPU, whatever autocast says. Forward and backward of torch's fused kernel
+# in float32 over bf16: 0.5 of the time for 128 tokens (4 heads of 32), 0.9 for 256 (6 of 64), but 1.2 for 1024 (12 of 64).
 CPU_FLOAT_ATTENTION = 256
 
 
