@@ -350,9 +350,11 @@ INLINE inline void write_rows(const Backward<X, Y>& a, int64_t first, const Row 
         if (Bias) cb = load<V>(acc_b + j);
         for (int64_t i = 0; i < N; ++i) {
             const int64_t at = i * C + j;
-            // The next rows, while this loop leaves the memory bus to writes: x is as old as the forward pass, dy is new.
-            __builtin_prefetch(x + N * C + at);
-            if (Stream && std::is_same_v<Y, bf16>) __builtin_prefetch(dy + N * C + at);
+            // The next rows, while this loop leaves the memory bus to writes: into L1, or, where four of them are too long for
+            // it, into L2. x is as old as the forward pass; dy is new, and often still in a cache.
+            constexpr int where = N == 1 ? 3 : 2;
+            __builtin_prefetch(x + N * C + at, 0, where);
+            if (N > 1 || (Stream && std::is_same_v<Y, bf16>)) __builtin_prefetch(dy + N * C + at, 0, where);
             const V d = load<V>(dy + at), xi = load<V>(x + at), c = Rms ? xi : xi - rows[i].mean, dr = d * rows[i].rstd;
             cw = cw + dr * c;
             if (Bias) cb = cb + d;
