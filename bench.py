@@ -4,8 +4,8 @@
     python bench.py kernel --threads=1 --seconds=2 --out=/tmp/kernel.json
     python bench.py triton          compile the CUDA kernels, no GPU needed: registers, spills, global traffic
     python bench.py step            whole training steps: tracking off, norm, exact, and off with torch's own LayerNorm
-    python bench.py step --models=char --others      and per-sample gradients by torch.func, Opacus and BackPACK
-                                                     (pip install -r requirements-bench.txt)
+    python bench.py step --models=char --dtype=float32 --others      and per-sample gradients by torch.func, Opacus and
+                                                     BackPACK (pip install -r requirements-bench.txt)
     python bench.py step --ranks=2  the same under DDP
     python bench.py step --against=../nanoGPT      our step beside that of a nanoGPT checkout: tokens/s, ratio, losses
     python bench.py profile --models=char,config/wikitext2.py      where a step's time goes, part by part
@@ -163,8 +163,8 @@ def summarise(shapes):
             alone, through = ([s["ratios"][f"{ours} / copy"]["backward"] for s in shapes if s["dtype"] == dtype
                                and s["C"] >= 2048 and (3 * s["B"] * s["T"] * s["C"] * BYTES[dtype] <= CACHES) == inside]
                               for ours in ("ours alone", "ours"))
-            lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048, {where}: worst {max(alone):.2f}, "
-                         f"through autograd {max(through):.2f}")
+            lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048, {where}: worst {max(alone):.2f} for the "
+                         f"operator alone, as the copy is one, {max(through):.2f} through autograd")
     return lines
 
 
@@ -391,6 +391,8 @@ def step(args):
     ranks = distributed.start(Config(batch_schedule="constant", batch_size=8 * args.ranks), "cpu")
     hardware.prepare_cpu()
     report, dtype = {}, hardware.pick_dtype(args.dtype, "cpu")
+    if args.others and dtype != torch.float32:
+        die(f"--others: the other packages run in float32, ours would in {plain(dtype)}: add --dtype=float32")
     for name in args.models.split(","):
         variants = step_variants(name, args.others, ranks, dtype, args.only)
         samples = interleave(variants, 0 if args.ranks > 1 else args.seconds, min_rounds=args.rounds)  # ranks need equal rounds
@@ -471,7 +473,7 @@ def main():
     p = commands.add_parser("step", help="whole training steps on this CPU")
     p.add_argument("--models", default="", help=f"some of {', '.join(MODELS)}, by comma")
     p.add_argument("--against", metavar="PATH", help="a nanoGPT checkout: time its step and ours in turns")
-    p.add_argument("--dtype", default="auto", choices=("auto", *hardware.DTYPES), help="auto: as train.py picks it")
+    p.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: as train.py picks it")
     p.add_argument("--others", action="store_true", help="also torch.func, Opacus and BackPACK")
     p.add_argument("--only", help="variants to compare with off, by comma: norm,norm + adam,exact; default: all")
     p.add_argument("--ranks", type=int, default=1, help="processes, with DDP over gloo")
@@ -482,7 +484,7 @@ def main():
     p = commands.add_parser("profile", help="a step by its parts, on this CPU")
     p.add_argument("--models", default="char", help=f"some of {', '.join(MODELS)}, or config files, by comma")
     p.add_argument("--gns", default="norm", choices=("off", "norm", "exact"))
-    p.add_argument("--dtype", default="auto", choices=("auto", *hardware.DTYPES), help="auto: as train.py picks it")
+    p.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: as train.py picks it")
     p.add_argument("--micro", type=int, default=0, help="micro-batch; default: the model's own")
     p.add_argument("--seconds", type=float, default=20.0, help="per model, at least")
     p.add_argument("--rounds", type=int, default=7, help="at least so many per model")

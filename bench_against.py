@@ -207,13 +207,13 @@ def table(name, row):
     low, median, high = row["ratio"]
     lines.append(f"  ours / theirs, each round's: {median:.3f} ({low:.3f} to {high:.3f})")
     agree = "agree" if row["losses_agree"] else "DISAGREE"
-    lines.append(f"  losses of the first {LOSS_STEPS} steps {agree}: largest difference "
+    lines.append(f"  losses of the first {LOSS_STEPS} steps, both in float32, {agree}: largest difference "
                  f"{row['largest_loss_difference']:.1e}, allowed {LOSS_TOLERANCE:.0e}")
     return "\n".join(lines)
 
 
 def against(args):
-    """Exit code 1 where losses disagree: then the times are of two different computations."""
+    """Exit code 1 where losses in float32 disagree: then the times are of two different models."""
     torch.set_num_threads(min(torch.get_num_threads(), hardware.usable_cores()))
     threads, report, dtype = torch.get_num_threads(), {}, hardware.pick_dtype(args.dtype, "cpu")
     try:
@@ -223,7 +223,8 @@ def against(args):
             print(f"{threads} threads, load {os.getloadavg()[0]:.1f}; ours in {bench_tools.plain(dtype)} with gns=norm, theirs "
                   "in float32\n"
                   + table(name, report[name]), flush=True)
-            write_json(args.out, {"threads": threads, "dtype": bench_tools.plain(dtype), "models": report})
+            write_json(args.out, {"threads": threads, "dtypes": {"ours": bench_tools.plain(dtype), "theirs": "float32"},
+                                  "models": report})
     except ConfigError as e:
         die(e)
     return 0 if all(row["losses_agree"] for row in report.values()) else 1

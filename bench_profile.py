@@ -139,6 +139,8 @@ def profiled(step, batch):
     record = tracker.finish(loss.detach(), step.one)
     clock.switch("optimizer")
     bench_tools.clip_and_step(step.optimizer, step.parameters, record["param_sq"].sum())
+    clock.switch("tracking")
+    step.absorb(record)
     clock.switch(None)
     for handle in handles:
         handle.remove()

@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import distributed
@@ -133,4 +134,11 @@ class Step:
         self.tracker.take(measure, 1)
         record = self.tracker.finish(loss.detach(), self.one)
         clip_and_step(self.optimizer, self.parameters, record["param_sq"].sum())
+        self.absorb(record)
         return record["loss"]
+
+    def absorb(self, record):
+        """What train.py does with the numbers of every step at its logged steps: here after each, so that each is charged."""
+        flat = torch.cat([t.reshape(-1) for t in record.values()]).double().numpy()
+        values = dict(zip(record, np.split(flat, np.cumsum([t.numel() for t in record.values()])[:-1])))
+        self.tracker.absorb(values, self.tracker.mode, self.micro * self.ranks.world, self.micro * self.shape["block_size"])

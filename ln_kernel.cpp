@@ -21,7 +21,6 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <limits>
 #include <memory>
 #include <type_traits>
 #ifdef _OPENMP
@@ -306,8 +305,8 @@ template <class X, class Y> struct Backward {
 struct Row { float mean, rstd, slope, shift; };
 
 // N rows of one example, twice: first the two sums that dx waits for, then, from L1 or L2, dx and their share of c_b, which
-// takes loads and stores of 2C accumulators. Rows are added in order, so N changes no sum. Long rows go by four, for the
-// accumulators are not in L1 between them. Short ones go one by one: read and written in one line from end to end, memory
+// takes loads and stores of 2C accumulators. Rows are added in order, so N changes no bit of c_b; of dx it may change the
+// last, since a row's sums have fewer lanes. Long rows go by four, for the accumulators are not in L1 between them. Short ones go one by one: read and written in one line from end to end, memory
 // is up to twice as fast as by several rows at a time.
 constexpr int kRows = 4;
 constexpr int64_t kShortRow = 1024;

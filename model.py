@@ -25,10 +25,6 @@ import head_loss
 import ln_kernel
 import per_example
 
-# Sequences up to this length attend in float32 on a CPU, whatever autocast says. Forward and backward of torch's fused kernel
-# in float32 over bf16: 0.5 of the time for 128 tokens (4 heads of 32), 0.9 for 256 (6 of 64), but 1.2 for 1024 (12 of 64).
-CPU_FLOAT_ATTENTION = 256
-
 
 @dataclass
 class GPTConfig:
@@ -43,6 +39,9 @@ class GPTConfig:
     tie_weights: bool = True
     cos_attn: tuple = ()  # blocks with cosine attention
     spectral_qkv: tuple = ()  # blocks with a spectrally normalised QKV matrix
+    # Sequences up to this length attend in float32 on a CPU, under bf16 autocast, too. Torch's fused kernel in float32 over
+    # bf16, forward + backward, on Zen 4: 0.5 of the time for 128 tokens (4 heads of 32), 0.9 for 256 and 1.2 for 1024 (of 64)
+    cpu_float_attention: int = 256
     activation_checkpointing: str = "none"  # none | block
     norm_impl: str = "auto"  # see ln_kernel
 
@@ -96,6 +95,7 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
         self.cosine, self.spectral = layer in config.cos_attn, layer in config.spectral_qkv
+        self.cpu_float = config.cpu_float_attention
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
@@ -106,7 +106,7 @@ class Attention(nn.Module):
             sigma = spectral_norm(weight)
             weight, tap = weight / sigma, scaled_tap(tap, sigma)
         qkv = linear(self.c_attn, x, tap, weight)
-        wide = qkv.dtype == torch.bfloat16 and qkv.device.type == "cpu" and T <= CPU_FLOAT_ATTENTION
+        dtype, wide = qkv.dtype, qkv.dtype == torch.bfloat16 and qkv.device.type == "cpu" and T <= self.cpu_float
         qkv = qkv.float() if wide else qkv
         # (B, nh, T, hs) each; by split, whose backward writes the gradients side by side in one pass
         q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in qkv.split(C, dim=2))
@@ -114,7 +114,7 @@ class Attention(nn.Module):
             q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
         with torch.autocast("cpu", enabled=False) if wide else contextlib.nullcontext():
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        y = linear(self.c_proj, y.transpose(1, 2).reshape(B, T, C), taps.get("attn.c_proj"))
+        y = linear(self.c_proj, y.transpose(1, 2).reshape(B, T, C).to(dtype), taps.get("attn.c_proj"))
         return F.dropout(y, self.dropout, self.training)
 
 

@@ -2,8 +2,8 @@
 What is measured in a training step, between the probes (model.py) and the noise scale (gns.py).
 
 On the device, once per step and without asking the host: the squared norm of every parameter's gradient, and what the
-probes got, as it is. On the host, once per logged step: sums over examples and sites, which of them belong to which
-group, the unbiased pair of each group, and the averages.
+probes got, as it is. On the host, for every step, but at logged steps only: sums over examples and sites, which of them belong
+to which group, the unbiased pair of each group, and the averages.
 
 Groups: norm; in exact mode also attention, mlp, embedding, head (if untied), total, and block_0, block_1, ...
 With several processes (distributed.py) each measures its own n_local examples; sums go over ranks once per step, in one
@@ -121,7 +121,8 @@ class Tracker:
         return record
 
     def in_order(self, taken):
-        """(micro-batch, rank, S, 2 or 4, example), with zeros where other ranks' examples are: the sum is a gather."""
+        """(S, 2 or 4, example) of each micro-batch; of several ranks (micro-batch, rank, S, 2 or 4, example), with zeros where
+        other ranks' examples are: the sum is a gather. It is a few numbers per site and example, little beside gradients."""
         if self.ranks.world == 1:
             return taken[0] if len(taken) == 1 else torch.stack(taken)
         everyone = taken[0].new_zeros(len(taken), self.ranks.world, *taken[0].shape)

@@ -44,7 +44,8 @@ ARMS = {"float32": (torch.float32, PLAIN, {}), "fp16 fused": (torch.float16, FUS
 def pair(config, changes, seed, device):
     """(teacher, student): queries, keys and values of unit variance, the student's QKV bias noisy."""
     torch.manual_seed(seed)
-    shape = GPTConfig(n_layer=BLOCK + 1, n_head=config.n_head, n_embd=config.n_embd, block_size=config.block_size, **changes)
+    shape = GPTConfig(n_layer=BLOCK + 1, n_head=config.n_head, n_embd=config.n_embd, block_size=config.block_size,
+                      cpu_float_attention=0, **changes)
     teacher, student = Attention(shape, BLOCK), Attention(shape, BLOCK)
     with torch.no_grad():
         for p in teacher.parameters():

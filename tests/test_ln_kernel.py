@@ -135,12 +135,14 @@ def test_float64_matches_the_oracle_to_float64_precision(impl, kind):
 @pytest.mark.parametrize("threads", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("shape", [(1, 700, 50), (2, 343, 50), (3, 231, 50), (7, 99, 50), (700, 1, 50), (2, 2, 8200),
                                    (2, 11, 2100)], ids=str)
-def test_every_split_of_examples_over_threads_is_right(shape, threads):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])   # whose channels are kept in two orders
+def test_every_split_of_examples_over_threads_is_right(dtype, shape, threads):
     torch.set_num_threads(threads)
-    case = Case(shape, metric=True)
+    case = Case(shape, dtype=dtype, metric=True)
     oracle, results = Case.torch(case, torch.float64) if shape[0] < 100 else case.ours("ref"), case.ours("cpu")
     for ours, truth in zip(results, oracle, strict=True):
-        torch.testing.assert_close(ours.double(), truth.double(), rtol=2e-5, atol=2e-5 * truth.abs().max().item())
+        close = 2e-5 if ours.dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(ours.double(), truth.double(), rtol=close, atol=close * truth.abs().max().item())
 
 
 def test_large_offset_loses_no_more_digits_than_torch():

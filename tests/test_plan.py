@@ -19,16 +19,11 @@ SHAPES = [dict(), dict(bias=False), dict(norm="rmsnorm"), dict(norm="rmsnorm", b
 
 
 def pair(**more):
-    """A config and its model."""
-    config = Config(**{**dict(n_layer=2, n_head=4, n_embd=64, block_size=32, micro_batch_size=3), **more})
+    """A config and its model, which attends as on a GPU, for a plan is for GPUs."""
+    shape = dict(n_layer=2, n_head=4, n_embd=64, block_size=32, micro_batch_size=3, cpu_float_attention=0)
+    config = Config(**{**shape, **more})
     names = {f.name for f in dataclasses.fields(GPTConfig)} & set(configurator.FIELDS)
     return config, GPT(GPTConfig(vocab_size=V, **{k: getattr(config, k) for k in names}))
-
-
-@pytest.fixture(autouse=True)
-def attention_as_on_a_gpu(monkeypatch):
-    """A plan is for GPUs; on a CPU short sequences attend in float32 and keep more."""
-    monkeypatch.setattr("model.CPU_FLOAT_ATTENTION", 0)
 
 
 def kept_bytes(model, config, dtype, mode=None):
