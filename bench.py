@@ -1,6 +1,6 @@
 """Benchmarks, always side by side with what they are compared with, in one run.
 
-    python bench.py kernel          norm kernels against torch's own, ref, and a copy of the same bytes (3 minutes)
+    python bench.py kernel          norm kernels against torch's own, ref, and a copy of the same bytes (4 minutes)
     python bench.py kernel --threads=1 --seconds=2 --out=/tmp/kernel.json
     python bench.py triton          compile the CUDA kernels, no GPU needed: registers, spills, global traffic
     python bench.py step            whole training steps: tracking off, norm, exact, and off with torch's own LayerNorm
@@ -19,8 +19,10 @@ quartiles over rounds. The tables go to the screen, every number to results/<com
 import argparse
 import contextlib
 import itertools
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -99,6 +101,14 @@ def copy_variant(x_and_dy):
     return run
 
 
+def from_memory(variant, other):
+    """The variant with nothing of it left in the caches, as in a training step, where x is as old as the forward pass."""
+    def run():
+        other.add_(1)
+        return variant()
+    return run
+
+
 def kernel_variants(B, T, C, dtype, device="cpu"):
     x_and_dy = torch.randn(2, B, T, C, device=device).to(dtype)
     x, dy = x_and_dy
@@ -134,16 +144,23 @@ def kernel(args):
         print(f"This machine is busy (load {os.getloadavg()[0]:.1f}): threads wait for each other, and ratios blur.")
     print("Time ratios, forward / backward / both:")
     print(f"{'dtype':9}{'B, T, C':>16} {'torch ms':>9}  " + "".join(f"{a + ' / ' + b:>24}" for a, b in RATIOS))
-    shapes = []
+    shapes, other = [], torch.zeros(4 * CACHES // 4)
     for dtype in (torch.float32, torch.bfloat16):
         for B, T, C in SHAPES:
-            samples = interleave(kernel_variants(B, T, C, dtype), args.seconds)
+            variants = kernel_variants(B, T, C, dtype)
+            samples = interleave(variants, args.seconds)
             times = {name: {p: spread(phases[p]) for p in PHASES} for name, phases in samples.items()}
             ratios = {f"{a} / {b}": {p: times[a][p]["median_ms"] / times[b][p]["median_ms"] for p in PHASES}
                       for a, b in RATIOS}
+            if C >= 2048:   # the floor: a copy from memory to memory
+                cold = {n: from_memory(variants[n], other) for n in ("ours alone", "ours", "copy")}
+                cold = {n: {p: spread(phases[p]) for p in PHASES} for n, phases in interleave(cold, args.seconds / 3).items()}
+                times |= {f"{n}, from memory": phases for n, phases in cold.items()}
+                ratios |= {f"{n} / copy, from memory": {p: cold[n][p]["median_ms"] / cold["copy"][p]["median_ms"]
+                                                        for p in PHASES} for n in ("ours alone", "ours")}
             name = str(dtype).removeprefix("torch.")
             shapes.append({"dtype": name, "B": B, "T": T, "C": C, "ratios": ratios, "times": times})
-            cells = ["/".join(f"{r[p]:.2f}" for p in PHASES) for r in ratios.values()]
+            cells = ["/".join(f"{ratios[f'{a} / {b}'][p]:.2f}" for p in PHASES) for a, b in RATIOS]
             print(f"{name:9}{f'{B}, {T}, {C}':>16} {times['torch']['both']['median_ms']:9.3f}  "
                   + "".join(f"{cell:>24}" for cell in cells), flush=True)
     summary = summarise(shapes)
@@ -158,13 +175,14 @@ def summarise(shapes):
             both = [s["ratios"][f"{a} / {b}"]["both"] for s in shapes if s["dtype"] == dtype]
             lines.append(f"{dtype}: {a} / {b}, forward + backward: geometric mean {geomean(both):.2f}, "
                          f"worst {max(both):.2f}")
-        # x, dy and dx together: only beyond the caches is a copy the floor of memory, within them it is that of the caches
-        for where, inside in (("beyond the caches", False), ("within them", True)):
-            alone, through = ([s["ratios"][f"{ours} / copy"]["backward"] for s in shapes if s["dtype"] == dtype
-                               and s["C"] >= 2048 and (3 * s["B"] * s["T"] * s["C"] * BYTES[dtype] <= CACHES) == inside]
-                              for ours in ("ours alone", "ours"))
-            lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048, {where}: worst {max(alone):.2f} for the "
-                         f"operator alone, as the copy is one, {max(through):.2f} through autograd")
+        long = [s for s in shapes if s["dtype"] == dtype and s["C"] >= 2048]
+        warm = {f"as the benchmark leaves them, tensors {where} the caches":
+                [s for s in long if (3 * s["B"] * s["T"] * s["C"] * BYTES[dtype] <= CACHES) == inside]
+                for where, inside in (("larger than", False), ("that fit", True))}
+        for caches, rows, end in (("emptied", long, ", from memory"), *((how, rows, "") for how, rows in warm.items())):
+            alone, through = (max(s["ratios"][f"{ours} / copy{end}"]["backward"] for s in rows) for ours in ("ours alone", "ours"))
+            lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048, caches {caches}: worst {alone:.2f} for the "
+                         f"operator alone, as the copy is one, {through:.2f} through autograd")
     return lines
 
 
@@ -385,6 +403,8 @@ def step(args):
     if args.against:
         import bench_against
         return bench_against.against(args)
+    if args.processes > 1:
+        return step_in_processes(args)
     if args.ranks > 1 and "RANK" not in os.environ:  # start over, as so many processes
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
         return subprocess.run([*launch, os.path.abspath(__file__), *sys.argv[1:]]).returncode
@@ -403,6 +423,27 @@ def step(args):
     if ranks.first:
         write_json(args.out, {"threads": torch.get_num_threads(), "ranks": args.ranks, "dtype": plain(dtype), "models": report})
     ranks.stop()
+
+
+def step_in_processes(args):
+    """The same in several processes, one after the other: where memory lies differs between them, and moves a ratio by up to a
+    per cent whatever the number of rounds."""
+    reports = []
+    with tempfile.TemporaryDirectory() as folder:
+        for i in range(args.processes):
+            own = ["--processes=1", f"--out={folder}/{i}.json"]   # the last word counts
+            code = subprocess.run([sys.executable, os.path.abspath(__file__), *sys.argv[1:], *own]).returncode
+            if code:
+                return code
+            with open(f"{folder}/{i}.json") as f:
+                reports.append(json.load(f))
+    over = {name: {variant: [r["models"][name][variant]["ratio"] for r in reports] for variant in rows}
+            for name, rows in reports[0]["models"].items()}
+    for name, rows in over.items():
+        for variant, ratios in rows.items():
+            print(f"{name}, {variant}: median {statistics.median(ratios):.3f} of {args.processes} processes' medians, "
+                  f"{min(ratios):.3f} to {max(ratios):.3f}")
+    write_json(args.out, {"ratios": over, "processes": reports})
 
 
 def step_table(name, rows, ranks, dtype):
@@ -477,6 +518,7 @@ def main():
     p.add_argument("--others", action="store_true", help="also torch.func, Opacus and BackPACK")
     p.add_argument("--only", help="variants to compare with off, by comma: norm,norm + adam,exact; default: all")
     p.add_argument("--ranks", type=int, default=1, help="processes, with DDP over gloo")
+    p.add_argument("--processes", type=int, default=1, help="so many, one after the other, each with all rounds")
     p.add_argument("--seconds", type=float, default=30.0, help="per model, at least")
     p.add_argument("--rounds", type=int, default=7, help="at least so many per model")
     p.add_argument("--out", help="default: results/step.json, or results/step_against.json")
