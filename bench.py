@@ -180,7 +180,8 @@ def summarise(shapes):
                 [s for s in long if (3 * s["B"] * s["T"] * s["C"] * BYTES[dtype] <= CACHES) == inside]
                 for where, inside in (("larger than", False), ("that fit", True))}
         for caches, rows, end in (("emptied", long, ", from memory"), *((how, rows, "") for how, rows in warm.items())):
-            alone, through = (max(s["ratios"][f"{ours} / copy{end}"]["backward"] for s in rows) for ours in ("ours alone", "ours"))
+            alone, through = (max(s["ratios"][f"{ours} / copy{end}"]["backward"] for s in rows)
+                              for ours in ("ours alone", "ours"))
             lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048, caches {caches}: worst {alone:.2f} for the "
                          f"operator alone, as the copy is one, {through:.2f} through autograd")
     return lines
