@@ -281,3 +281,63 @@ def test_startup_times_the_first_lines_of_a_run(tmp_path, monkeypatch, capsys, t
     starts = json.load(open(tmp_path / "s.json"))["starts"]
     first, evaluation, step = (starts[name]["median_ms"] for name in ("first line", "evaluation", "first logged step"))
     assert 0 < first <= evaluation <= step
+
+
+# ---- kernel, processes, dtypes
+
+def test_kernel_compares_with_torch_and_with_copies_warm_and_from_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "SHAPES", [(2, 3, 64), (1, 4, 2048), (2, 700, 2048)])
+    monkeypatch.setattr(bench, "CACHES", 1 << 20)  # the second shape fits, the third does not, in either dtype
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "kernel", "--seconds=0", f"--out={tmp_path}/kernel.json"])
+    bench.main()
+    report = json.load(open(tmp_path / "kernel.json"))
+    assert [s["dtype"] for s in report["shapes"]] == 3 * ["float32"] + 3 * ["bfloat16"]
+    for s in report["shapes"]:
+        times, ratios = s["times"], s["ratios"]
+        assert ratios["ours / torch"]["both"] == times["ours"]["both"]["median_ms"] / times["torch"]["both"]["median_ms"]
+        assert ("ours alone / copy, from memory" in ratios) == (s["C"] == 2048)
+    out = capsys.readouterr().out
+    worst = max(s["ratios"]["ours alone / copy, from memory"]["backward"] for s in report["shapes"][4:])
+    assert f"bfloat16: backward / copy of the same bytes at C >= 2048, caches emptied: worst {worst:.2f} for" in out
+
+
+def test_what_is_measured_from_memory_runs_after_other_memory_was_touched():
+    other = torch.zeros(4)
+    assert bench.from_memory(lambda: other.sum().item(), other)() == 4.0
+
+
+def test_processes_are_pooled_by_their_medians(tmp_path, monkeypatch, capsys):
+    ratios = iter([0.9, 1.2, 1.0])
+
+    class Done:
+        returncode = 0
+
+    def run(command):
+        assert command[-2] == "--processes=1"
+        report = {"models": {"tiny": {"off": {"ratio": 1.0}, "norm": {"ratio": next(ratios)}}}}
+        with open(command[-1].removeprefix("--out="), "w") as f:
+            json.dump(report, f)
+        return Done
+    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(bench, "write_json", lambda path, report: json.dump(report, open(path, "w")))
+    monkeypatch.setattr(bench, "MODELS", {"tiny": None})
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", "--models=tiny", "--processes=3",
+                                            f"--out={tmp_path}/step.json"])
+    assert not bench.main()
+    assert "tiny, norm: median 1.000 of 3 processes' medians, 0.900 to 1.200" in capsys.readouterr().out
+    assert json.load(open(tmp_path / "step.json"))["ratios"]["tiny"]["norm"] == [0.9, 1.2, 1.0]
+
+
+def test_other_packages_are_compared_in_float32_only(tiny_models, monkeypatch, capsys):
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", "--models=tiny", "--others", "--dtype=bfloat16"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "--dtype=float32" in capsys.readouterr().err
+
+
+def test_a_benchmarked_step_is_charged_for_the_averages(tiny_models):
+    step = bench.Step(tiny_models, 3, "norm")
+    step()
+    step()
+    scale = step.tracker.scales["norm"]
+    assert scale.averages.updates == 2 and scale.tr_sigma > 0
