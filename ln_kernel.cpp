@@ -260,8 +260,8 @@ inline void forward_rows(const X* input, const Y* branch, X* sum, const float* w
     for (int64_t i = 0; !Rms && i < n; ++i)
         mean[i] = sum_channels<Wide>(C, [row = x + i * C](auto v, int64_t j) INLINE { return load<decltype(v)>(row + j); }) / C;
     for (int64_t i = 0; i < n; ++i) {
-        // Two passes instead of E[x^2] - mean^2: the row is in L1, and no digits cancel. The sum of a row far from 0 was rounded
-        // by more than its mean can bear; what is left of it after the subtraction says by how much. (bf16 can bear it.)
+        // Two passes instead of E[x^2] - mean^2: the row is in L1, and no digits cancel. The sum of a row far from 0 was
+        // rounded by more than its mean can bear; what is left after the subtraction says by how much. (bf16 can bear it.)
         constexpr bool mend = !Rms && std::is_same_v<X, float>;
         const float m = Rms ? 0 : mean[i];
         Sum<kLanes> sum_d, sum_dd;
@@ -306,8 +306,8 @@ struct Row { float mean, rstd, slope, shift; };
 
 // N rows of one example, twice: first the two sums that dx waits for, then, from L1 or L2, dx and their share of c_b, which
 // takes loads and stores of 2C accumulators. Rows are added in order, so N changes no bit of c_b; of dx it may change the
-// last, since a row's sums have fewer lanes. Long rows go by four, for the accumulators are not in L1 between them. Short ones go one by one: read and written in one line from end to end, memory
-// is up to twice as fast as by several rows at a time.
+// last, since a row's sums have fewer lanes. Long rows go by four, for the accumulators are not in L1 between them. Short
+// ones go one by one: read and written in one line from end to end, memory is up to twice as fast as by several rows.
 constexpr int kRows = 4;
 constexpr int64_t kShortRow = 1024;
 
@@ -430,8 +430,9 @@ void squared_norms(const Backward<X, Y>& a, int64_t b, const float* acc) {
 
 template <bool Rms, bool Bias, class X, class Y> void backward_share(const Backward<X, Y>& a, const Share& s) {
     const int64_t n = Bias ? 2 * a.C : a.C;
-    const auto rows = a.ds ? a.stream ? backward_rows<Rms, Bias, true, true, X, Y> : backward_rows<Rms, Bias, true, false, X, Y>
-                           : a.stream ? backward_rows<Rms, Bias, false, true, X, Y> : backward_rows<Rms, Bias, false, false, X, Y>;
+    const auto add_rows = a.stream ? backward_rows<Rms, Bias, true, true, X, Y> : backward_rows<Rms, Bias, true, false, X, Y>;
+    const auto own_rows = a.stream ? backward_rows<Rms, Bias, false, true, X, Y> : backward_rows<Rms, Bias, false, false, X, Y>;
+    const auto rows = a.ds ? add_rows : own_rows;
     std::fill_n(s.total, n, 0.f);
     for (int64_t row = s.begin, stop; row < s.end; row = stop) {
         const int64_t b = row / a.T, begin = b * a.T, end = begin + a.T;
