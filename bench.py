@@ -427,8 +427,8 @@ def step(args):
 
 
 def step_in_processes(args):
-    """The same in several processes, one after the other: where memory lies differs between them, and moves a ratio by up to a
-    per cent whatever the number of rounds."""
+    """The same in several processes, one after the other: their medians differ by up to a per cent, more than the rounds of one
+    would have it (where memory lies, probably)."""
     reports = []
     with tempfile.TemporaryDirectory() as folder:
         for i in range(args.processes):
