@@ -384,7 +384,10 @@ def step_variants(name, others, ranks, dtype, only=None):
             die(f"--only={only}: unknown variant '{unknown[0]}', expected some of {', '.join(list(settings)[1:])}")
         settings = {variant: options for variant, options in settings.items()
                     if variant == "off, torch's norm" or variant in only.split(",")}
-    variants = {variant: Step(shape, micro, dtype=dtype, ranks=ranks, **options) for variant, options in settings.items()}
+    variants, first = {}, None
+    for variant, options in settings.items():
+        variants[variant] = Step(shape, micro, dtype=dtype, ranks=ranks, like=first, **options)
+        first = first or variants[variant]
     if others:
         variants["plain modules, off"] = plain_step(shape, micro, None)
         for package in ("torch.func", "opacus"):

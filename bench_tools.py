@@ -14,13 +14,12 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-import numpy as np
 import torch
 
 import distributed
 import hardware
 from configurator import Config
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, Norm
 from tracker import Tracker
 
 MODELS = {  # GPTConfig, micro-batch
@@ -108,20 +107,25 @@ def clip_and_step(optimizer, parameters, total_sq=None):
 
 
 class Step:
-    """One optimizer step of one micro-batch (on each of the ranks, under DDP), with the parts of train.py."""
+    """One optimizer step of one micro-batch (on each of the ranks, under DDP), with the parts of train.py. Steps to be compared
+    share the model and the optimizer of one of them (`like`): where a model lies in memory is worth a per cent."""
 
-    def __init__(self, shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32, ranks=None):
+    def __init__(self, shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32, ranks=None, like=None):
         torch.manual_seed(0)
-        self.shape, self.micro, self.ranks = shape, micro, ranks or distributed.Ranks()
+        self.shape, self.micro, self.ranks, self.norm_impl = shape, micro, ranks or distributed.Ranks(), norm_impl
         config = Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro)
-        self.model = GPT(GPTConfig(norm_impl=norm_impl, **shape))
-        self.parameters, self.run_model = list(self.model.parameters()), self.ranks.wrap(self.model, config, dtype)
-        self.optimizer = adamw(self.model.parameter_groups(0.1))
+        self.model = like.model if like else GPT(GPTConfig(**shape))
+        self.parameters = list(self.model.parameters())
+        self.run_model = like.run_model if like else self.ranks.wrap(self.model, config, dtype)
+        self.optimizer = like.optimizer if like else adamw(self.model.parameter_groups(0.1))
+        self.norms = [module for module in self.model.modules() if isinstance(module, Norm)]
         self.tracker = Tracker(self.model, self.optimizer, config, "cpu", self.ranks)
         self.one, self.autocast = torch.ones(()), hardware.autocast("cpu", dtype)
         self.batch = batch_of(shape, micro)
 
     def __call__(self):
+        for norm in self.norms:
+            norm.impl = self.norm_impl
         start = time.perf_counter()
         self.step(*self.batch)
         return {"step": time.perf_counter() - start}
@@ -139,6 +143,5 @@ class Step:
 
     def absorb(self, record):
         """What train.py does with the numbers of every step at its logged steps: here after each, so that each is charged."""
-        flat = torch.cat([t.reshape(-1) for t in record.values()]).double().numpy()
-        values = dict(zip(record, np.split(flat, np.cumsum([t.numel() for t in record.values()])[:-1])))
+        values, = self.tracker.fetch([record])
         self.tracker.absorb(values, self.tracker.mode, self.micro * self.ranks.world, self.micro * self.shape["block_size"])

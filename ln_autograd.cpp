@@ -1,10 +1,12 @@
 // ln_kernel.cpp as torch operators, with their autograd in C++: through Python a norm layer spends as long on the way into
 // the kernel as in it. ln_kernel.py compiles both files into one library and says what the arguments mean.
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <ATen/autocast_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
 extern "C" void norm_forward(const void* x, const void* branch, void* sum, const float* w, const float* b, void* y,
@@ -17,7 +19,7 @@ namespace {
 
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
-using torch::autograd::AutogradContext;
+using torch::autograd::SavedVariable;
 using torch::autograd::variable_list;
 
 // The usual case first: calls are short, and each operation on the way counts.
@@ -29,6 +31,9 @@ Tensor as_float(const Maybe& t) {
 Tensor as_dtype(const Tensor& t, at::ScalarType dtype) { return !t.defined() || t.scalar_type() == dtype ? t : t.to(dtype); }
 
 template <class T = void> T* data(const Tensor& t) { return t.defined() ? static_cast<T*>(t.data_ptr()) : nullptr; }
+
+// at::empty without the dispatcher
+Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype = at::kFloat) { return at::detail::empty_cpu(sizes, dtype); }
 
 // Below, waking a thread costs more than it saves.
 int threads_for(const Tensor& x) { return x.numel() >= 32768 ? at::get_num_threads() : 1; }
@@ -50,8 +55,8 @@ Forward run_forward(const Tensor& input, const Maybe& branch, const Tensor& weig
     const Tensor r = branch ? branch->contiguous() : Tensor();
     TORCH_CHECK(!branch || (r.scalar_type() == dtype && r.sizes() == x.sizes()), "the branch needs x's shape and y's dtype");
     const int64_t C = x.size(-1), rows = x.numel() / C;
-    Tensor y = at::empty_like(x, x.options().dtype(dtype)), stats = at::empty({rms ? 1 : 2, rows}, w.options()), sum;
-    if (branch) sum = at::empty_like(x);
+    Tensor y = empty(x.sizes(), dtype), stats = empty({rms ? 1 : 2, rows}), sum;
+    if (branch) sum = empty(x.sizes(), x.scalar_type());
     norm_forward(data(x), data(r), data(sum), data<float>(w), data<float>(b), data(y), data<float>(stats), rows, C, eps, rms,
                  dtypes_of(x.scalar_type(), dtype), threads_for(x));
     return {sum, y, stats};
@@ -63,55 +68,80 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_backward(const Tensor& dout, cons
     const Tensor dy = dout.contiguous(), x = input.contiguous(), w = as_float(weight), p = as_float(metric);
     const Tensor ds = dsum.defined() ? dsum.contiguous() : dsum;
     const int64_t B = x.size(0), C = x.size(-1), T = stats.size(1) / B;
-    Tensor dx = at::empty_like(x), dw = at::empty_like(w), db, sq;
-    if (has_bias) db = at::empty_like(w);
-    if (tracked) sq = at::empty({(rms ? 1 : 2) * (p.defined() ? 2 : 1), B}, w.options());
+    Tensor dx = empty(x.sizes(), x.scalar_type()), dw = empty(C), db, sq;
+    if (has_bias) db = empty(C);
+    if (tracked) sq = empty({(rms ? 1 : 2) * (p.defined() ? 2 : 1), B});
     norm_backward(data(dy), data(ds), data(x), data<float>(w), data<float>(stats), data<float>(p), data(dx), data<float>(dw),
                   data<float>(db), data<float>(sq), B, T, C, rms, dtypes_of(x.scalar_type(), dy.scalar_type()),
                   threads_for(x));
     return {dx, as_dtype(dw, weight.scalar_type()), as_dtype(db, weight.scalar_type()), sq};
 }
 
-enum Flags : int64_t { kRms = 1, kBias = 2, kTracked = 4 };
+// torch::autograd::Function would do the same, but takes longer than the kernel does on a small tensor.
+struct NormBackward : torch::autograd::Node {
+    SavedVariable x, weight, stats, metric;   // x: what was normalised
+    bool after_branch, rms, has_bias, tracked;
 
-struct Norm : torch::autograd::Function<Norm> {
-    // {y}, or {y, x + branch}
-    static variable_list forward(AutogradContext* ctx, const Tensor& x, const Maybe& branch, const Tensor& weight,
-                                 const Maybe& bias, const Maybe& probe, const Maybe& metric, double eps, bool rms,
-                                 at::ScalarType dtype) {
-        at::AutoDispatchBelowADInplaceOrView below;
-        auto [sum, y, stats] = run_forward(x, branch, weight, bias, eps, rms, dtype);
-        ctx->set_materialize_grads(false);
-        ctx->save_for_backward({branch ? sum : x, weight, stats, metric.value_or(Tensor())});
-        ctx->saved_data["flags"] = (rms ? kRms : 0) | (bias ? kBias : 0) | (probe ? kTracked : 0);
-        return branch ? variable_list{y, sum} : variable_list{y};
-    }
-
-    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    // gradients of y and, after a branch, of x + branch -> of x, branch, weight, bias, probe
+    variable_list apply(variable_list&& grads) override {
         TORCH_CHECK(!at::GradMode::is_enabled(), "the norm layers' backward pass cannot be differentiated again: "
                     "create_graph=True needs norm_impl='torch'");
-        const variable_list saved = ctx->get_saved_variables();   // under activation checkpointing this runs the forward again
-        at::AutoDispatchBelowADInplaceOrView below;
-        const int64_t flags = ctx->saved_data["flags"].toInt();
-        const Maybe metric = saved[3].defined() ? Maybe(saved[3]) : std::nullopt;
-        Tensor ds = grads.size() > 1 ? grads[1] : Tensor(), dx = ds, dw, db, sq;
-        if (grads[0].defined())   // else y was not used
-            std::tie(dx, dw, db, sq) = run_backward(grads[0], ds, saved[0], saved[1], saved[2], metric, flags & kRms,
-                                                    flags & kBias, flags & kTracked);
-        const Tensor dbranch = grads.size() < 2 ? Tensor() : dx;   // autograd casts it to the branch's dtype
-        return {dx, dbranch, dw, db, sq, Tensor(), Tensor(), Tensor(), Tensor()};
+        std::lock_guard<std::mutex> lock(mutex_);
+        const Tensor ds = after_branch ? grads[1] : Tensor();
+        if (!grads[0].defined()) return {ds, ds, Tensor(), Tensor(), Tensor()};   // y was not used
+        // under activation checkpointing, this runs the forward pass again
+        const Tensor kept = x.unpack(getptr()), w = weight.unpack(), p = metric.unpack();
+        auto [dx, dw, db, sq] = run_backward(grads[0], ds, kept, w, stats.unpack(), p.defined() ? Maybe(p) : std::nullopt, rms,
+                                             has_bias, tracked);
+        return {dx, after_branch ? dx : Tensor(), dw, db, sq};   // autograd casts to the branch's dtype
     }
+
+    void release_variables() override {
+        std::lock_guard<std::mutex> lock(mutex_);
+        for (SavedVariable* saved : {&x, &weight, &stats, &metric}) saved->reset_data();
+    }
+
+    std::string name() const override { return "NormBackward"; }
 };
 
+struct Output { Tensor sum, y; };
+
+Output apply(const Tensor& x, const Maybe& branch, const Tensor& weight, const Maybe& bias, const Maybe& probe,
+             const Maybe& metric, double eps, bool rms) {
+    using namespace torch::autograd;
+    for (const Maybe& t : {Maybe(x), branch, Maybe(weight), bias})
+        TORCH_CHECK(!isFwGradDefined(t), "the norm layers have no forward-mode derivative: norm_impl='torch' has one");
+    const auto dtype = at::autocast::is_autocast_enabled(at::kCPU) ? at::autocast::get_autocast_dtype(at::kCPU) : x.scalar_type();
+    const auto forward = [&] {
+        at::AutoDispatchBelowADInplaceOrView below;
+        return run_forward(x, branch, weight, bias, eps, rms, dtype);
+    };
+    if (!compute_requires_grad(x, branch, weight, bias, probe)) {
+        const auto [sum, y, stats] = forward();
+        return {sum, y};
+    }
+    const auto node = c10::make_intrusive<NormBackward>();
+    node->set_next_edges(collect_next_edges(x, branch, weight, bias, probe));
+    auto [sum, y, stats] = forward();
+    set_history(y, node);
+    if (branch) set_history(sum, node);
+    node->x = SavedVariable(branch ? sum : x, branch.has_value());
+    node->weight = SavedVariable(weight, false);
+    node->stats = SavedVariable(stats, false);
+    node->metric = SavedVariable(metric, false);
+    node->after_branch = branch.has_value(), node->rms = rms, node->has_bias = bias.has_value(), node->tracked = probe.has_value();
+    return {sum, y};
+}
+
 Tensor norm(const Tensor& x, const Tensor& weight, const Maybe& bias, const Maybe& probe, const Maybe& metric, double eps,
-            bool rms, at::ScalarType dtype) {
-    return Norm::apply(x, Maybe(), weight, bias, probe, metric, eps, rms, dtype)[0];
+            bool rms) {
+    return apply(x, Maybe(), weight, bias, probe, metric, eps, rms).y;
 }
 
 std::tuple<Tensor, Tensor> add_norm(const Tensor& x, const Tensor& branch, const Tensor& weight, const Maybe& bias,
-                                    const Maybe& probe, const Maybe& metric, double eps, bool rms, at::ScalarType dtype) {
-    const variable_list y_and_sum = Norm::apply(x, Maybe(branch), weight, bias, probe, metric, eps, rms, dtype);
-    return {y_and_sum[1], y_and_sum[0]};
+                                    const Maybe& probe, const Maybe& metric, double eps, bool rms) {
+    const auto [sum, y] = apply(x, branch, weight, bias, probe, metric, eps, rms);
+    return {sum, y};
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& x, const Tensor& weight, const Maybe& bias, double eps, bool rms,
@@ -129,10 +159,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tens
 }  // namespace
 
 TORCH_LIBRARY(rightbatch_cpu, m) {
-    m.def("norm(Tensor x, Tensor weight, Tensor? bias, Tensor? probe, Tensor? metric, float eps, bool rms, "
-          "ScalarType dtype) -> Tensor");
-    m.def("add_norm(Tensor x, Tensor branch, Tensor weight, Tensor? bias, Tensor? probe, Tensor? metric, float eps, bool rms, "
-          "ScalarType dtype) -> (Tensor, Tensor)");
+    m.def("norm(Tensor x, Tensor weight, Tensor? bias, Tensor? probe, Tensor? metric, float eps, bool rms) -> Tensor");
+    m.def("add_norm(Tensor x, Tensor branch, Tensor weight, Tensor? bias, Tensor? probe, Tensor? metric, float eps, "
+          "bool rms) -> (Tensor, Tensor)");
     m.def("forward(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms, ScalarType dtype) -> (Tensor, Tensor)");
     m.def("backward(Tensor dy, Tensor x, Tensor weight, Tensor stats, Tensor? metric, bool rms, bool has_bias, "
           "bool tracked) -> (Tensor, Tensor, Tensor, Tensor)");

@@ -94,39 +94,48 @@ def _norm(x, weight, bias, probe, metric, eps, rms, impl):
             raise ValueError("impl='torch' has no per-example norms: pass probe=None, or use impl='auto'")
         return F.rms_norm(x, weight.shape, weight, eps) if rms else F.layer_norm(x, weight.shape, weight, bias, eps)
     _check(x, weight, probe, metric, rms)
+    if _library_dtype(x, impl):
+        return _library().norm(x, weight, bias, probe, metric, eps, rms)
     out_dtype = _output_dtype(x)
     impl = _resolve(impl, x.device.type, x.dtype, out_dtype)
     if impl != "ref" and torch.compiler.is_compiling():   # ref is left to the compiler: it can fuse it
         return norm_forward_op(x, weight, bias, probe, metric, eps, rms, out_dtype, impl)[0]
-    if impl == "cpu":
-        return _library().norm(x, weight, bias, probe, metric, eps, rms, out_dtype)
     return _apply(x, weight, bias, probe, metric, (eps, rms, out_dtype, impl))
 
 
 def _add_norm(x, branch, weight, bias, probe, metric, eps, rms, impl):
-    if impl != "torch" and x.shape == branch.shape and branch.dtype == _output_dtype(x) and not torch.compiler.is_compiling():
+    if branch.dtype == _library_dtype(x, impl) and branch.shape == x.shape:
         _check(x, weight, probe, metric, rms)
-        if _resolve(impl, x.device.type, x.dtype, branch.dtype) == "cpu":
-            return _library().add_norm(x, branch, weight, bias, probe, metric, eps, rms, branch.dtype)
+        return _library().add_norm(x, branch, weight, bias, probe, metric, eps, rms)
     x = x + branch
     return x, _norm(x, weight, bias, probe, metric, eps, rms, impl)
 
 
+def _library_dtype(x, impl):
+    """The dtype of y where the cpu operators take this call, or None. In the order of what is cheap to know: every norm
+    layer asks."""
+    if torch.compiler.is_compiling() or impl not in ("auto", "cpu") or not x.is_cpu:
+        return None
+    dtype = _output_dtype(x)
+    return dtype if (x.dtype, dtype) in _CPU_DTYPES and _library() is not None else None
+
+
 def _output_dtype(x):
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    kind = "cpu" if x.is_cpu else x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
     return x.dtype
 
 
 def _check(x, weight, probe, metric, rms):
-    if x.dim() < 2 or weight.shape != x.shape[-1:]:
-        raise ValueError(f"expected x (B, ..., C) and weight (C,), got {tuple(x.shape)} and {tuple(weight.shape)}")
-    kinds = 1 if rms else 2
-    if metric is not None and metric.shape != (kinds, x.shape[-1]):
-        raise ValueError(f"expected metric {(kinds, x.shape[-1])}, got {tuple(metric.shape)}")
+    shape, kinds = x.shape, 1 if rms else 2
+    if len(shape) < 2 or weight.shape != shape[-1:]:
+        raise ValueError(f"expected x (B, ..., C) and weight (C,), got {tuple(shape)} and {tuple(weight.shape)}")
+    if metric is not None and metric.shape != (kinds, shape[-1]):
+        raise ValueError(f"expected metric {(kinds, shape[-1])}, got {tuple(metric.shape)}")
     rows = kinds if metric is None else 2 * kinds
-    if probe is not None and probe.shape != (rows, x.shape[0]):
-        raise ValueError(f"expected probe {(rows, x.shape[0])} for x {tuple(x.shape)}, got {tuple(probe.shape)}")
+    if probe is not None and probe.shape != (rows, shape[0]):
+        raise ValueError(f"expected probe {(rows, shape[0])} for x {tuple(shape)}, got {tuple(probe.shape)}")
 
 
 @torch.compiler.assume_constant_result   # decided while tracing, never traced: it may run a C++ compiler

@@ -164,8 +164,9 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
         if config.tie_weights:
             self.lm_head.weight = self.wte.weight
-        self.site_names = {mode: [name.removesuffix(".weight") for name, _, _ in self.probe_sites(mode)]
-                           for mode in ("norm", "exact")}
+        # (layer, name within it, whole name) of each site's module
+        self.site_names = {mode: [(layer, name.removeprefix(f"h.{layer}."), name) for name, layer in (
+            (name.removesuffix(".weight"), layer) for name, _, layer in self.probe_sites(mode))] for mode in ("norm", "exact")}
 
     def forward(self, idx, targets=None, probes=None, metrics=None):
         """(logits, loss). Without targets the logits of the last position alone, (B, 1, V), and no loss. In training, logits
@@ -176,12 +177,10 @@ class GPT(nn.Module):
         B, T = idx.shape
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
-        taps = self.taps(probes, metrics)
+        taps, inside = self.taps(probes, metrics)
         x, link = self.embed(idx, taps)  # (B, T, C)
         x, branch = F.dropout(x, self.config.dropout, self.training), None
-        for layer, block in enumerate(self.h):
-            prefix = f"h.{layer}."
-            own = {name[len(prefix):]: tap for name, tap in taps.items() if name.startswith(prefix)}
+        for block, own in zip(self.h, inside):
             if self.config.activation_checkpointing == "block" and self.training:
                 x = checkpoint(block.whole, x, own, use_reentrant=False)
             else:
@@ -214,16 +213,20 @@ class GPT(nn.Module):
         return x, link if self.config.tie_weights else None
 
     def taps(self, probes, metrics):
-        """{module name: Tap}: which site gets which rows of the probes."""
+        """Which site gets which rows of the probes: {module name: Tap} of those outside the blocks, and one such for each."""
+        outside, inside = {}, [{} for _ in self.h]
         if probes is None:
-            return {}
-        names = next((names for names in self.site_names.values() if len(names) == probes.shape[0]), None)
-        if names is None:
+            return outside, inside
+        mode = next((mode for mode, names in self.site_names.items() if len(names) == probes.shape[0]), None)
+        if mode is None:
             raise ValueError(f"probes has {probes.shape[0]} sites, expected " + " or ".join(
                 f"{len(names)} ({mode})" for mode, names in self.site_names.items()))
         p = metrics or {}
         # unbind: one operation in the backward pass, where indexing would have one per site
-        return {name: Tap(probe, p.get(name + ".weight"), p.get(name + ".bias")) for name, probe in zip(names, probes.unbind())}
+        for (layer, local, name), probe in zip(self.site_names[mode], probes.unbind()):
+            tap = Tap(probe, p.get(name + ".weight"), p.get(name + ".bias")) if p else Tap(probe)
+            (outside if layer is None else inside[layer])[local] = tap
+        return outside, inside
 
     def probe_sites(self, mode="norm"):
         """One (parameter name, group, layer) per first index of `probes`; the bias beside that weight is its row 1.

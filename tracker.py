@@ -43,7 +43,7 @@ class Tracker:
             self.calibration = gns.Calibration(config.gns_half_life_tokens, EARLY)
         self.norm_sites = [i for i, site in enumerate(self.sites["exact"]) if site[1] == "norm"]
         self.probes, self.taken, self.held, self.micro_sq, self.rank_sq = {}, [], None, None, None
-        self.last, self.example = {}, None  # numbers of the newest step alone; squared norms of its examples' gradients
+        self.last, self.newest = {}, None  # numbers of the newest step alone; its mode and example_sq
 
     def new_scale(self):
         return gns.NoiseScale(self.config.gns_half_life_tokens, EARLY)
@@ -138,24 +138,32 @@ class Tracker:
 
     # -- on the host, for every step in order
 
+    @staticmethod
+    def fetch(records):
+        """[{name: tensor}] of several steps -> [{name: flat float64 array}], in one transfer."""
+        flat = torch.cat([t.reshape(-1) for record in records for t in record.values()]).cpu().double().numpy()
+        ends = np.cumsum([t.numel() for record in records for t in record.values()]).tolist()
+        pieces = iter([flat[begin:end] for begin, end in zip([0, *ends], ends)])
+        return [{name: next(pieces) for name in record} for record in records]
+
     def absorb(self, record, mode, B, tokens):
         """Bring the averages up to date with one step; record {name: flat float64 array}."""
         if mode != "off":
-            self.last = {}
-            record = record | self.sums(record["sq"], mode, B, record["loss_scale"])
-            self.example = record["example"]
+            sq = self.example_sq(record["sq"], mode, B, record["loss_scale"])
+            self.last, self.newest = {}, (mode, sq)
+            site_sq, weighted = sq[:, :, :2].sum((0, 2, 3)), sq.shape[2] > 2
         if B == 1:
             return  # one example says nothing about noise
         for group, (sites, params) in self.members.get(mode, {}).items():
             if group not in self.scales:
                 continue
-            sq_norm, tr_sigma = pair(record["site_sq"][sites], record["param_sq"][params], B)
+            sq_norm, tr_sigma = pair(site_sq[sites], record["param_sq"][params], B)
             self.scales[group].update(sq_norm, tr_sigma, tokens)
             self.last |= {f"gns/{group}_step_sq_norm": sq_norm, f"gns/{group}_step_tr_sigma": tr_sigma}
-            if "site_psq" in record and f"{group}_adam" in self.scales:
-                self.scales[f"{group}_adam"].update(*pair(record["site_psq"][sites], record["param_psq"][params], B), tokens)
+            if weighted and f"{group}_adam" in self.scales:
+                self.scales[f"{group}_adam"].update(*pair(sq[:, sites, 2:], record["param_psq"][params], B), tokens)
         if self.calibration:
-            pairs = [pair(record["site_sq"][sites], record["param_sq"][params], B)
+            pairs = [pair(site_sq[sites], record["param_sq"][params], B)
                      for sites, params in (self.members[mode][g] for g in ("total", "norm"))] if mode == "exact" else ()
             self.calibration.update(self.scales["norm"], tokens, *pairs)
         for kind, n_small in (("micro", self.config.micro_batch_size), ("rank", B // self.ranks.world)):
@@ -165,26 +173,25 @@ class Tracker:
                     small, big = float(record[f"{kind}_sq"][params].sum()), float(record["param_sq"][params].sum())
                     self.scales[f"{group}_{kind}"].update(*gns.unbiased_pair(small, big, n_small, B), tokens)
 
-    def sums(self, sq, mode, B, loss_scale):
-        """Each process's n_local examples had a share 1/n_local in its loss, so that backward held
-        c_b = loss_scale * g_b / n_local: |g_b|^2 = (n_local / loss_scale)^2 |c_b|^2."""
+    def example_sq(self, sq, mode, B, loss_scale):
+        """|g_b|^2 as (micro-batch, site, row, example of the micro-batch); rows: weight, bias(, both in Adam's metric). Each
+        process's n_local examples had a share 1/n_local in its loss, so that backward held c_b = loss_scale * g_b / n_local."""
         n_local, m = B // self.ranks.world, self.config.micro_batch_size
-        sites = len(self.sites[mode])
-        sq = sq.reshape(B // m, sites, -1, m) * (n_local / loss_scale) ** 2  # rows: weight, bias(, both in Adam's metric)
-        own = sq[:, self.norm_sites] if mode != self.config.gns else sq  # a calibration step logs what its neighbours do
-        sums = {"site_sq": sq[:, :, :2].sum((0, 2, 3)), "example": own[:, :, :2].sum((1, 2)).reshape(-1)}
-        return sums | ({"site_psq": sq[:, :, 2:].sum((0, 2, 3))} if sq.shape[2] > 2 else {})
+        return sq.reshape(B // m, len(self.sites[mode]), -1, m) * (n_local / float(loss_scale[0])) ** 2
 
     def row(self):
         """The keys of a log line."""
         row = dict(self.last)
-        if self.example is not None:
-            row |= {"gns/example_max": float(self.example.max()), "gns/example_median": float(np.median(self.example))}
-            B = len(self.example)
+        if self.newest:
+            mode, sq = self.newest
+            own = sq[:, self.norm_sites] if mode != self.config.gns else sq  # a calibration step logs what its neighbours do
+            example = own[:, :, :2].sum((1, 2)).reshape(-1)
+            row |= {"gns/example_max": float(example.max()), "gns/example_median": float(np.median(example))}
+            B = len(example)
             if B > 1:
                 # Jackknife over examples of the mean `small`, with `big` held, since norms alone do not tell how |G|^2 moves
                 # when an example is left out: good for tr_sigma, which is nearly `small`; of sq_norm it would say too little.
-                row["gns/step_tr_sigma_se"] = float(self.example.std(ddof=1)) / B**0.5 / (1 - 1 / B)
+                row["gns/step_tr_sigma_se"] = float(example.std(ddof=1)) / B**0.5 / (1 - 1 / B)
         for name, scale in self.scales.items():
             low, high = scale.interval() or (None, None)
             row |= {f"gns/{name}": scale.gns, f"gns/{name}_low": low, f"gns/{name}_high": high,

@@ -141,11 +141,7 @@ def train(config, ranks, device):
         """Fetch all pending steps in one transfer and bring averages and counters up to date, in order."""
         if not pending:
             return
-        flat = torch.cat([t.reshape(-1) for record, *_ in pending for t in record.values()]).cpu().double().numpy()
-        for record, mode, B, tokens in pending:
-            sizes = np.cumsum([t.numel() for t in record.values()])
-            values = dict(zip(record, np.split(flat[:sizes[-1]], sizes[:-1])))
-            flat = flat[sizes[-1]:]
+        for values, (_, mode, B, tokens) in zip(tracker.fetch([record for record, *_ in pending]), pending):
             bad = values["bad"][0] > 0
             last.update(loss=float(values["loss"][0]), grad_norm=float(np.sqrt(values["param_sq"].sum())))
             stats.absorb(values)
