@@ -18,6 +18,7 @@ quartiles over rounds. The tables go to the screen, every number to results/<com
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -50,72 +51,70 @@ def now(device):
     return time.perf_counter()
 
 
-def norm_variant(norm, inputs, dy, every=1):
-    """Times norm() and its backward apart. every: take part in one of so many rounds (for slow ones)."""
-    calls, device = 0, dy.device.type
+def norm_variant(norm, inputs, dy, every=1, hold=False):
+    """Times norm() and its backward apart. every: take part in one of so many rounds (for slow ones). hold: keep what it made
+    until its next call, so that others get other memory."""
+    calls, device, held = 0, dy.device.type, None
 
     def run():
-        nonlocal calls
+        nonlocal calls, held
         calls += 1
         if calls > 2 and calls % every:
             return None
         start = now(device)
         y = norm()
         middle = now(device)
-        torch.autograd.grad(y, inputs, dy)
+        grads = torch.autograd.grad(y, inputs, dy)
         end = now(device)
+        held = (y, grads) if hold else None
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
 
-def operator_variant(x, w, b, dy, impl):
+def operator_variant(x, w, b, dy, impl, hold=False):
     """The kernels without autograd, as a copy is without: two operator calls."""
     forward, backward = ln_kernel.BACKENDS[impl]
-    x, w, b, device = x.detach(), w.detach(), b.detach(), dy.device.type
+    x, w, b, device, held = x.detach(), w.detach(), b.detach(), dy.device.type, None
 
     def run():
+        nonlocal held
         start = now(device)
         y, stats = forward(x, w, b, 1e-5, False, x.dtype)
         middle = now(device)
-        backward(dy, x, w, stats, None, False, True, True)
+        grads = backward(dy, x, w, stats, None, False, True, True)
         end = now(device)
-        del y
+        held = (y, grads) if hold else None
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
 
-def copy_variant(x_and_dy):
+def copy_variant(x_and_dy, hold=False):
     """The memory floor: as many bytes as the forward (x in, y out) and the backward (x and dy in, dx out) must move,
     half read, half written, from the same inputs to a new output."""
-    both, device = x_and_dy.flatten(), x_and_dy.device.type
+    both, device, held = x_and_dy.flatten(), x_and_dy.device.type, None
     x, one_and_a_half = both[:len(both) // 2], both[:3 * len(both) // 4]
 
     def run():
+        nonlocal held
         start = now(device)
         y = x.clone()
         middle = now(device)
-        one_and_a_half.clone()
+        dx = one_and_a_half.clone()
         end = now(device)
-        del y
+        held = (y, dx) if hold else None
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
 
-def from_memory(variant, other):
-    """The variant with nothing of it left in the caches, as in a training step, where x is as old as the forward pass."""
-    def run():
-        other.add_(1)
-        return variant()
-    return run
+def kernel_inputs(B, T, C, dtype, device="cpu"):
+    x_and_dy, (w, b) = torch.randn(2, B, T, C, device=device).to(dtype), torch.randn(2, C, device=device)
+    x, dy = x_and_dy
+    return x_and_dy, x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), dy
 
 
 def kernel_variants(B, T, C, dtype, device="cpu"):
-    x_and_dy = torch.randn(2, B, T, C, device=device).to(dtype)
-    x, dy = x_and_dy
-    w, b = torch.randn(2, C, device=device)
-    w_same = w.to(dtype).requires_grad_()   # F.rms_norm has no fused path for mixed dtypes: let it have its best
-    for t in (x, w, b):
-        t.requires_grad_()
+    x_and_dy, x, w, b, dy = kernel_inputs(B, T, C, dtype, device)
+    w_same = w.detach().to(dtype).requires_grad_()   # F.rms_norm has no fused path for mixed dtypes: let it have its best
     probe, probe_rms = (torch.zeros(rows, B, device=device, requires_grad=True) for rows in (2, 1))
     layer_norm, rms_norm = ln_kernel.layer_norm, ln_kernel.rms_norm
     return {
@@ -128,6 +127,26 @@ def kernel_variants(B, T, C, dtype, device="cpu"):
         "ours rms": norm_variant(lambda: rms_norm(x, w, probe_rms), (x, w, probe_rms), dy),
         "ref": norm_variant(lambda: layer_norm(x, w, b, probe, impl="ref"), (x, w, b, probe), dy, every=4),
     }
+
+
+def variants_from_memory(B, T, C, dtype, device="cpu"):
+    """The memory floor and what is held against it, with tensors that are in no cache: each call gets the next of so many
+    inputs that the caches forget them, and what came out is held until then. The code stays warm: emptying the caches
+    before each call would time the interpreter."""
+    runs = {"ours alone": [], "ours": [], "copy": []}
+    for _ in range(max(2, 4 * CACHES // (2 * B * T * C * BYTES[plain(dtype)]))):
+        x_and_dy, x, w, b, dy = kernel_inputs(B, T, C, dtype, device)
+        probe = torch.zeros(2, B, device=device, requires_grad=True)
+        norm = functools.partial(ln_kernel.layer_norm, x, w, b, probe)
+        runs["ours alone"].append(operator_variant(x, w, b, dy, ln_kernel.choose_impl(device)[0], hold=True))
+        runs["ours"].append(norm_variant(norm, (x, w, b, probe), dy, hold=True))
+        runs["copy"].append(copy_variant(x_and_dy, hold=True))
+    return {name: in_turn(all_inputs) for name, all_inputs in runs.items()}
+
+
+def in_turn(runs):
+    turns = itertools.cycle(runs)
+    return lambda: next(turns)()
 
 
 RATIOS = [("ours", "torch"), ("ours, no probe", "torch"), ("ours rms", "torch rms"), ("ours", "copy"),
@@ -144,7 +163,7 @@ def kernel(args):
         print(f"This machine is busy (load {os.getloadavg()[0]:.1f}): threads wait for each other, and ratios blur.")
     print("Time ratios, forward / backward / both:")
     print(f"{'dtype':9}{'B, T, C':>16} {'torch ms':>9}  " + "".join(f"{a + ' / ' + b:>24}" for a, b in RATIOS))
-    shapes, other = [], torch.zeros(4 * CACHES // 4)
+    shapes = []
     for dtype in (torch.float32, torch.bfloat16):
         for B, T, C in SHAPES:
             variants = kernel_variants(B, T, C, dtype)
@@ -152,9 +171,9 @@ def kernel(args):
             times = {name: {p: spread(phases[p]) for p in PHASES} for name, phases in samples.items()}
             ratios = {f"{a} / {b}": {p: times[a][p]["median_ms"] / times[b][p]["median_ms"] for p in PHASES}
                       for a, b in RATIOS}
-            if C >= 2048:   # the floor: a copy from memory to memory
-                cold = {n: from_memory(variants[n], other) for n in ("ours alone", "ours", "copy")}
-                cold = {n: {p: spread(phases[p]) for p in PHASES} for n, phases in interleave(cold, args.seconds / 3).items()}
+            if C >= 2048:
+                cold = interleave(variants_from_memory(B, T, C, dtype), args.seconds / 3)
+                cold = {n: {p: spread(phases[p]) for p in PHASES} for n, phases in cold.items()}
                 times |= {f"{n}, from memory": phases for n, phases in cold.items()}
                 ratios |= {f"{n} / copy, from memory": {p: cold[n][p]["median_ms"] / cold["copy"][p]["median_ms"]
                                                         for p in PHASES} for n in ("ours alone", "ours")}
@@ -176,13 +195,14 @@ def summarise(shapes):
             lines.append(f"{dtype}: {a} / {b}, forward + backward: geometric mean {geomean(both):.2f}, "
                          f"worst {max(both):.2f}")
         long = [s for s in shapes if s["dtype"] == dtype and s["C"] >= 2048]
-        warm = {f"as the benchmark leaves them, tensors {where} the caches":
-                [s for s in long if (3 * s["B"] * s["T"] * s["C"] * BYTES[dtype] <= CACHES) == inside]
-                for where, inside in (("larger than", False), ("that fit", True))}
-        for caches, rows, end in (("emptied", long, ", from memory"), *((how, rows, "") for how, rows in warm.items())):
+        small, large = ([s for s in long if (3 * s["B"] * s["T"] * s["C"] * BYTES[dtype] <= CACHES) == fits]
+                        for fits in (True, False))
+        for how, rows, end in (("from memory to memory", long, ", from memory"),
+                               ("the same tensors again, too large for the caches", large, ""),
+                               ("the same tensors again, in the caches if nobody else needs them", small, "")):
             alone, through = (max(s["ratios"][f"{ours} / copy{end}"]["backward"] for s in rows)
                               for ours in ("ours alone", "ours"))
-            lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048, caches {caches}: worst {alone:.2f} for the "
+            lines.append(f"{dtype}: backward / copy of the same bytes at C >= 2048, {how}: worst {alone:.2f} for the "
                          f"operator alone, as the copy is one, {through:.2f} through autograd")
     return lines
 

@@ -298,12 +298,39 @@ def test_kernel_compares_with_torch_and_with_copies_warm_and_from_memory(tmp_pat
         assert ("ours alone / copy, from memory" in ratios) == (s["C"] == 2048)
     out = capsys.readouterr().out
     worst = max(s["ratios"]["ours alone / copy, from memory"]["backward"] for s in report["shapes"][4:])
-    assert f"bfloat16: backward / copy of the same bytes at C >= 2048, caches emptied: worst {worst:.2f} for" in out
+    assert f"bfloat16: backward / copy of the same bytes at C >= 2048, from memory to memory: worst {worst:.2f} for" in out
 
 
-def test_what_is_measured_from_memory_runs_after_other_memory_was_touched():
-    other = torch.zeros(4)
-    assert bench.from_memory(lambda: other.sum().item(), other)() == 4.0
+def test_what_is_measured_from_memory_finds_nothing_of_its_last_call(monkeypatch):
+    monkeypatch.setattr(bench, "CACHES", 1 << 20)
+    calls, copied = [], []
+    original = bench.kernel_inputs
+
+    def inputs(*args):
+        made = original(*args)
+        calls.append(made[0].data_ptr())
+        return made
+    monkeypatch.setattr(bench, "kernel_inputs", inputs)
+    monkeypatch.setattr(bench, "copy_variant", lambda x_and_dy, hold: lambda: copied.append((x_and_dy.data_ptr(), hold)))
+    variants = bench.variants_from_memory(2, 64, 256, torch.float32)
+    bytes_a_call = 2 * 2 * 64 * 256 * 4
+    assert len(set(calls)) * bytes_a_call == 4 << 20
+    for _ in range(len(calls) + 1):
+        variants["copy"]()
+    assert [address for address, _ in copied] == [*calls, calls[0]] and all(hold for _, hold in copied)
+
+
+@pytest.mark.parametrize("make", [
+    lambda x_and_dy, x, w, b, dy, hold: bench.copy_variant(x_and_dy, hold=hold),
+    lambda x_and_dy, x, w, b, dy, hold: bench.operator_variant(x, w, b, dy, "ref", hold=hold),
+    lambda x_and_dy, x, w, b, dy, hold: bench.norm_variant(lambda: x * w, (x, w), dy, hold=hold)])
+def test_what_is_held_is_held_until_the_next_call(make):
+    for hold in (False, True):
+        run = make(*bench.kernel_inputs(2, 3, 8, torch.float32), hold)
+        times = run()
+        assert times["both"] == pytest.approx(times["forward"] + times["backward"])
+        held = dict(zip(run.__code__.co_freevars, (cell.cell_contents for cell in run.__closure__)))["held"]
+        assert (held is not None) == hold
 
 
 def test_processes_are_pooled_by_their_medians(tmp_path, monkeypatch, capsys):
