@@ -248,14 +248,15 @@ template <class Wide = vec, class F> INLINE inline float sum_channels(int64_t C,
 // rows in a stage the processor has other work meanwhile. Long rows go one by one, so that they stay in L1.
 constexpr int64_t kForwardRows = 4, kInterleavedRow = 512;
 
-template <class X, class Y, bool Rms, bool Stream>
-inline void forward_rows(const X* input, const Y* branch, X* sum, const float* w, const float* b, Y* y, float* rstd,
+// row: where x + branch is while it is normalised, in sum itself or, if that is streamed, in a buffer.
+template <class X, class Y, bool Rms, bool Stream, bool StreamSum>
+inline void forward_rows(const X* input, const Y* branch, X* sum, X* row, const float* w, const float* b, Y* y, float* rstd,
                          float* mean, int64_t n, int64_t C, float eps) {
     using Wide = Wide<X, Y>;
-    const X* x = branch ? sum : input;
+    const X* x = branch ? row : input;
     if (branch) for_channels<Wide>(n * C, [=](auto v, int64_t j, int) INLINE {
         using V = decltype(v);
-        store(sum + j, load<V>(input + j) + load<V>(branch + j));
+        store(row + j, load<V>(input + j) + load<V>(branch + j));
     });
     for (int64_t i = 0; !Rms && i < n; ++i)
         mean[i] = sum_channels<Wide>(C, [row = x + i * C](auto v, int64_t j) INLINE { return load<decltype(v)>(row + j); }) / C;
@@ -280,7 +281,8 @@ inline void forward_rows(const X* input, const Y* branch, X* sum, const float* w
             using V = decltype(v);
             __builtin_prefetch(input + n * C + at + j);   // the next rows, while this loop leaves the memory bus to writes
             if (branch) __builtin_prefetch(branch + n * C + at + j);
-            const V h = (load<V>(x + at + j) - m) * r;
+            const V xi = load<V>(x + at + j), h = (xi - m) * r;
+            if (StreamSum) store<true>(sum + at + j, xi);
             store<Stream>(y + at + j, b ? h * load<V>(w + j) + load<V>(b + j) : h * load<V>(w + j));
         });
 }
@@ -494,10 +496,13 @@ inline void wait_for_all() {
 
 // A streaming store goes past the caches: no read of the line first, and nothing useful is evicted. It pays when the
 // output is so large that the next operation would not find it there anyway. 8 MB is where it began to pay on a machine
-// with 32 MB of last-level cache, measured with a matrix product as the next operation.
-template <class Out> bool should_stream(const Out* out, int64_t rows, int64_t C) {
+// with 32 MB of last-level cache, measured with a matrix product as the next operation. x + branch is not needed before the
+// next norm layer, some twenty times as many bytes later.
+constexpr size_t kStreamBytes = size_t(8) << 20, kStreamSumBytes = size_t(1) << 20;
+
+template <class Out> bool should_stream(const Out* out, int64_t rows, int64_t C, size_t from = kStreamBytes) {
     const bool aligned = reinterpret_cast<uintptr_t>(out) % kVecBytes == 0 && C * sizeof(Out) % kVecBytes == 0;
-    return aligned && rows * C * sizeof(Out) >= size_t(8) << 20;
+    return aligned && rows * C * sizeof(Out) >= from;
 }
 
 template <bool Rms, bool Bias, class X, class Y> void backward(Backward<X, Y> a, int threads) {
@@ -523,22 +528,28 @@ template <bool Rms, bool Bias, class X, class Y> void backward(Backward<X, Y> a,
 template <bool Rms, class X, class Y>
 void forward(const X* x, const Y* branch, X* sum, const float* w, const float* b, Y* y, float* stats, int64_t rows, int64_t C,
              float eps, bool stream, int threads) {
-    const Floats memory(kBothBf16<X, Y> ? 2 * padded(C) : 0);
+    const bool stream_sum = branch && should_stream(sum, rows, C, kStreamSumBytes);
+    const int64_t two = kBothBf16<X, Y> ? 2 * padded(C) : 0;
+    const Floats memory(two + (stream_sum ? threads * padded(C) : 0));
     if (kBothBf16<X, Y>) {
         float *w_two = memory.begin(), *b_two = w_two + padded(C);
         reorder<false>(w, w_two, C);
         if (b) reorder<false>(b, b_two, C);
         w = w_two, b = b ? b_two : nullptr;
     }
-    const auto normalise = stream ? forward_rows<X, Y, Rms, true> : forward_rows<X, Y, Rms, false>;
-    on_threads(threads, [=](int thread, int n) {
-        const int64_t end = rows * (thread + 1) / n, most = C <= kInterleavedRow ? kForwardRows : 1;
+    const auto kept = stream ? forward_rows<X, Y, Rms, true, false> : forward_rows<X, Y, Rms, false, false>;
+    const auto streamed = stream ? forward_rows<X, Y, Rms, true, true> : forward_rows<X, Y, Rms, false, true>;
+    const auto normalise = stream_sum ? streamed : kept;
+    on_threads(threads, [=, &memory](int thread, int n) {
+        X* const buffer = reinterpret_cast<X*>(memory.begin() + two + thread * padded(C));
+        const int64_t end = rows * (thread + 1) / n, most = C <= kInterleavedRow && !stream_sum ? kForwardRows : 1;
         for (int64_t i = rows * thread / n, count; i < end; i += count) {
             count = std::min(most, end - i);
-            normalise(x + i * C, branch ? branch + i * C : nullptr, branch ? sum + i * C : nullptr, w, b, y + i * C, stats + i,
+            X* const s = branch ? sum + i * C : nullptr;
+            normalise(x + i * C, branch ? branch + i * C : nullptr, s, stream_sum ? buffer : s, w, b, y + i * C, stats + i,
                       stats + rows + i, count, C, eps);
         }
-        if (stream) end_stream();
+        if (stream || stream_sum) end_stream();
     });
 }
 

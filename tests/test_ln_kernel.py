@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 
 import pytest
@@ -321,18 +322,21 @@ def add_norm_grads(case, impl, fused, layout=lambda t: t):
 
 @pytest.mark.parametrize("impl", ["ref", "cpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
-@pytest.mark.parametrize("shape", [(3, 70, 1), (2, 7, 1023), (6, 32), (3, 230, 96), (2, 3, 4, 40), (2, 9, 2050)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 70, 1), (2, 7, 1023), (6, 32), (3, 230, 96), (2, 3, 4, 40), (2, 9, 2050),
+                                   (3, 700, 1024), (2, 1100, 250)], ids=str)   # sums of megabytes, in whole vectors and not
 @pytest.mark.parametrize("kind", KINDS)
 def test_adding_a_branch_on_the_way_is_adding_it_before(kind, shape, dtype, impl):
     case = Case(shape, kind, dtype, metric=shape[-1] == 96)
     separate, fused = (add_norm_grads(case, impl, fused) for fused in (False, True))
     total, y, dx, dbranch, *rest = fused
-    assert torch.equal(total, separate[0]) and torch.equal(y, separate[1])
+    assert torch.equal(total, separate[0])
+    streamed = shape == (3, 700, 1024)   # past the caches, in a loop of its own, where a compiler may round otherwise
+    torch.testing.assert_close(y, separate[1], rtol=torch.finfo(y.dtype).eps * streamed, atol=1e-6 * streamed)
     # the sum of two gradients is rounded once in place of twice: at most one rounding of the larger away
     torch.testing.assert_close(dx, separate[2], rtol=0, atol=2 * torch.finfo(dx.dtype).eps * dx.abs().max().item())
     assert dbranch.dtype == case.y_dtype and torch.equal(dbranch, dx.to(case.y_dtype))
     for got, expected in zip(rest, separate[4:], strict=True):
-        assert torch.equal(got, expected)
+        torch.testing.assert_close(got, expected, rtol=1e-5 * streamed, atol=1e-4 * streamed)
 
 
 def test_the_gradient_after_a_branch_is_that_of_float64():
@@ -404,6 +408,43 @@ def test_a_second_derivative_is_refused_and_not_wrong():
     y = ln_kernel.layer_norm(x, torch.ones(5))
     with pytest.raises(RuntimeError, match="cannot be differentiated again"):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
+
+
+def test_a_second_backward_pass_is_refused_like_torchs_own():
+    x, branch = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True)
+    total, y = ln_kernel.add_layer_norm(x, branch, torch.ones(5), impl="cpu")
+    loss = (total * y).sum()
+    first = torch.autograd.grad(loss, [x, branch], retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, [x, branch])))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+
+
+def test_a_change_of_what_backward_needs_is_refused_and_not_wrong():
+    x, branch = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True)
+    total, y = ln_kernel.add_layer_norm(x, branch, torch.ones(5), impl="cpu")
+    total.detach().mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_forward_derivative_is_refused_and_not_left_out():
+    with torch.autograd.forward_ad.dual_level():
+        x = torch.autograd.forward_ad.make_dual(torch.randn(2, 3, 5), torch.ones(2, 3, 5))
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            ln_kernel.layer_norm(x, torch.ones(5), impl="cpu")
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_graph_that_is_dropped_is_freed(backward):
+    """What backward needs of its own output must not hold the output's graph."""
+    x, branch = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 3, 5)
+    total, y = ln_kernel.add_layer_norm(x, branch, torch.ones(5), impl="cpu")
+    if backward:
+        (total + y).sum().backward()
+    alive = weakref.ref(x)
+    del x, total, y
+    assert alive() is None
 
 
 @pytest.mark.parametrize("call, message", [
