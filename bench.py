@@ -51,57 +51,53 @@ def now(device):
     return time.perf_counter()
 
 
-def norm_variant(norm, inputs, dy, every=1, hold=False):
-    """Times norm() and its backward apart. every: take part in one of so many rounds (for slow ones). hold: keep what it made
-    until its next call, so that others get other memory."""
-    calls, device, held = 0, dy.device.type, None
+def norm_variant(norm, inputs, dy, every=1):
+    """Times norm() and its backward apart. every: take part in one of so many rounds (for slow ones)."""
+    calls, device = 0, dy.device.type
 
     def run():
-        nonlocal calls, held
+        nonlocal calls
         calls += 1
         if calls > 2 and calls % every:
             return None
         start = now(device)
         y = norm()
         middle = now(device)
-        grads = torch.autograd.grad(y, inputs, dy)
+        torch.autograd.grad(y, inputs, dy)
         end = now(device)
-        held = (y, grads) if hold else None
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
 
-def operator_variant(x, w, b, dy, impl, hold=False):
+def operator_variant(x, w, b, dy, impl):
     """The kernels without autograd, as a copy is without: two operator calls."""
     forward, backward = ln_kernel.BACKENDS[impl]
-    x, w, b, device, held = x.detach(), w.detach(), b.detach(), dy.device.type, None
+    x, w, b, device = x.detach(), w.detach(), b.detach(), dy.device.type
 
     def run():
-        nonlocal held
         start = now(device)
         y, stats = forward(x, w, b, 1e-5, False, x.dtype)
         middle = now(device)
-        grads = backward(dy, x, w, stats, None, False, True, True)
+        backward(dy, x, w, stats, None, False, True, True)
         end = now(device)
-        held = (y, grads) if hold else None
+        del y
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
 
-def copy_variant(x_and_dy, hold=False):
+def copy_variant(x_and_dy):
     """The memory floor: as many bytes as the forward (x in, y out) and the backward (x and dy in, dx out) must move,
     half read, half written, from the same inputs to a new output."""
-    both, device, held = x_and_dy.flatten(), x_and_dy.device.type, None
+    both, device = x_and_dy.flatten(), x_and_dy.device.type
     x, one_and_a_half = both[:len(both) // 2], both[:3 * len(both) // 4]
 
     def run():
-        nonlocal held
         start = now(device)
         y = x.clone()
         middle = now(device)
-        dx = one_and_a_half.clone()
+        one_and_a_half.clone()
         end = now(device)
-        held = (y, dx) if hold else None
+        del y
         return {"forward": middle - start, "backward": end - middle, "both": end - start}
     return run
 
@@ -129,24 +125,44 @@ def kernel_variants(B, T, C, dtype, device="cpu"):
     }
 
 
-def variants_from_memory(B, T, C, dtype, device="cpu"):
+def backward_from_memory(B, T, C, dtype, device="cpu"):
     """The memory floor and what is held against it, with tensors that are in no cache: each call gets the next of so many
-    inputs that the caches forget them, and what came out is held until then. The code stays warm: emptying the caches
-    before each call would time the interpreter."""
-    runs = {"ours alone": [], "ours": [], "copy": []}
-    for _ in range(max(2, 4 * CACHES // (2 * B * T * C * BYTES[plain(dtype)]))):
-        x_and_dy, x, w, b, dy = kernel_inputs(B, T, C, dtype, device)
+    inputs that the caches forget them, and its output is held until these come again. The code stays warm: emptying the
+    caches before each call would time the interpreter."""
+    forward, backward = ln_kernel.BACKENDS[ln_kernel.choose_impl(device)[0]]
+    n = max(2, 4 * CACHES // (2 * B * T * C * BYTES[plain(dtype)]))
+
+    def copy():
+        x_and_dy = kernel_inputs(B, T, C, dtype, device)[0].flatten()
+        return x_and_dy[:3 * len(x_and_dy) // 4].clone
+
+    def alone():
+        _, x, w, b, dy = (t.detach() for t in kernel_inputs(B, T, C, dtype, device))
+        stats = forward(x, w, b, 1e-5, False, dtype)[1]
+        return functools.partial(backward, dy, x, w, stats, None, False, True, True)
+
+    def through_autograd():
+        _, x, w, b, dy = kernel_inputs(B, T, C, dtype, device)
         probe = torch.zeros(2, B, device=device, requires_grad=True)
-        norm = functools.partial(ln_kernel.layer_norm, x, w, b, probe)
-        runs["ours alone"].append(operator_variant(x, w, b, dy, ln_kernel.choose_impl(device)[0], hold=True))
-        runs["ours"].append(norm_variant(norm, (x, w, b, probe), dy, hold=True))
-        runs["copy"].append(copy_variant(x_and_dy, hold=True))
-    return {name: in_turn(all_inputs) for name, all_inputs in runs.items()}
+        y = ln_kernel.layer_norm(x, w, b, probe)
+        return functools.partial(torch.autograd.grad, y, (x, w, b, probe), dy, retain_graph=True)
+
+    makers = {"ours alone": alone, "ours": through_autograd, "copy": copy}
+    return {name: in_turn([make() for _ in range(n)], device) for name, make in makers.items()}   # to each its own inputs
 
 
-def in_turn(runs):
-    turns = itertools.cycle(runs)
-    return lambda: next(turns)()
+def in_turn(calls, device):
+    """Times one call after the other, and holds what each returned until it is its turn again."""
+    held, turns = [call() for call in calls], itertools.cycle(range(len(calls)))
+
+    def run():
+        i = next(turns)
+        start = now(device)
+        out = calls[i]()
+        end = now(device)
+        held[i] = out
+        return {"backward": end - start}
+    return run
 
 
 RATIOS = [("ours", "torch"), ("ours, no probe", "torch"), ("ours rms", "torch rms"), ("ours", "copy"),
@@ -172,11 +188,11 @@ def kernel(args):
             ratios = {f"{a} / {b}": {p: times[a][p]["median_ms"] / times[b][p]["median_ms"] for p in PHASES}
                       for a, b in RATIOS}
             if C >= 2048:
-                cold = interleave(variants_from_memory(B, T, C, dtype), args.seconds / 3)
-                cold = {n: {p: spread(phases[p]) for p in PHASES} for n, phases in cold.items()}
-                times |= {f"{n}, from memory": phases for n, phases in cold.items()}
-                ratios |= {f"{n} / copy, from memory": {p: cold[n][p]["median_ms"] / cold["copy"][p]["median_ms"]
-                                                        for p in PHASES} for n in ("ours alone", "ours")}
+                cold = interleave(backward_from_memory(B, T, C, dtype), args.seconds / 3)
+                cold = {n: spread(phases["backward"]) for n, phases in cold.items()}
+                times |= {f"{n}, from memory": {"backward": spreads} for n, spreads in cold.items()}
+                ratios |= {f"{n} / copy, from memory": {"backward": cold[n]["median_ms"] / cold["copy"]["median_ms"]}
+                           for n in ("ours alone", "ours")}
             name = str(dtype).removeprefix("torch.")
             shapes.append({"dtype": name, "B": B, "T": T, "C": C, "ratios": ratios, "times": times})
             cells = ["/".join(f"{ratios[f'{a} / {b}'][p]:.2f}" for p in PHASES) for a, b in RATIOS]

@@ -124,13 +124,13 @@ class Step:
         self.batch = batch_of(shape, micro)
 
     def __call__(self):
-        for norm in self.norms:
-            norm.impl = self.norm_impl
         start = time.perf_counter()
         self.step(*self.batch)
         return {"step": time.perf_counter() - start}
 
     def step(self, x, y):
+        for norm in self.norms:
+            norm.impl = self.norm_impl
         measure = self.tracker.begin(1, 2)
         with self.autocast:
             loss = self.run_model(x, y, **measure)[1]
@@ -142,6 +142,7 @@ class Step:
         return record["loss"]
 
     def absorb(self, record):
-        """What train.py does with the numbers of every step at its logged steps: here after each, so that each is charged."""
+        """What train.py does with the numbers of every step at its logged steps: here after each, so that each is charged. The
+        log line itself (tracker.row) is not."""
         values, = self.tracker.fetch([record])
         self.tracker.absorb(values, self.tracker.mode, self.micro * self.ranks.world, self.micro * self.shape["block_size"])

@@ -2,6 +2,7 @@
 // the kernel as in it. ln_kernel.py compiles both files into one library and says what the arguments mean.
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/function.h>
@@ -77,7 +78,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> run_backward(const Tensor& dout, cons
     return {dx, as_dtype(dw, weight.scalar_type()), as_dtype(db, weight.scalar_type()), sq};
 }
 
-// torch::autograd::Function would do the same, but takes longer than the kernel does on a small tensor.
+// torch::autograd::Function would do the same, but takes longer than the kernel does on a small tensor. The price: this needs
+// a torch whose nodes are intrusive_ptr, and compiled autograd does not know it.
 struct NormBackward : torch::autograd::Node {
     SavedVariable x, weight, stats, metric;   // x: what was normalised
     bool after_branch, rms, has_bias, tracked;
@@ -109,9 +111,11 @@ struct Output { Tensor sum, y; };
 Output apply(const Tensor& x, const Maybe& branch, const Tensor& weight, const Maybe& bias, const Maybe& probe,
              const Maybe& metric, double eps, bool rms) {
     using namespace torch::autograd;
+    if (const auto& functorch = at::functorch::functorchTLSAccessor()) functorch->checkSupportsCppAutogradFunction();
     for (const Maybe& t : {Maybe(x), branch, Maybe(weight), bias})
         TORCH_CHECK(!isFwGradDefined(t), "the norm layers have no forward-mode derivative: norm_impl='torch' has one");
-    const auto dtype = at::autocast::is_autocast_enabled(at::kCPU) ? at::autocast::get_autocast_dtype(at::kCPU) : x.scalar_type();
+    const bool autocast = at::autocast::is_autocast_enabled(at::kCPU);
+    const at::ScalarType dtype = autocast ? at::autocast::get_autocast_dtype(at::kCPU) : x.scalar_type();
     const auto forward = [&] {
         at::AutoDispatchBelowADInplaceOrView below;
         return run_forward(x, branch, weight, bias, eps, rms, dtype);
@@ -129,7 +133,10 @@ Output apply(const Tensor& x, const Maybe& branch, const Tensor& weight, const M
     node->weight = SavedVariable(weight, false);
     node->stats = SavedVariable(stats, false);
     node->metric = SavedVariable(metric, false);
-    node->after_branch = branch.has_value(), node->rms = rms, node->has_bias = bias.has_value(), node->tracked = probe.has_value();
+    node->after_branch = branch.has_value();
+    node->rms = rms;
+    node->has_bias = bias.has_value();
+    node->tracked = probe.has_value();
     return {sum, y};
 }
 

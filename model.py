@@ -164,9 +164,10 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer))
         if config.tie_weights:
             self.lm_head.weight = self.wte.weight
-        # (layer, name within it, whole name) of each site's module
-        self.site_names = {mode: [(layer, name.removeprefix(f"h.{layer}."), name) for name, layer in (
-            (name.removesuffix(".weight"), layer) for name, _, layer in self.probe_sites(mode))] for mode in ("norm", "exact")}
+        self.site_names = {}  # by mode: (layer, name within it, whole name) of each site's module
+        for mode in ("norm", "exact"):
+            whole = [(layer, name.removesuffix(".weight")) for name, _, layer in self.probe_sites(mode)]
+            self.site_names[mode] = [(layer, name.removeprefix(f"h.{layer}."), name) for layer, name in whole]
 
     def forward(self, idx, targets=None, probes=None, metrics=None):
         """(logits, loss). Without targets the logits of the last position alone, (B, 1, V), and no loss. In training, logits

@@ -1,14 +1,17 @@
 """The benchmarks run, compare what they say they compare, and write what they print."""
 
+import functools
 import json
 import multiprocessing.dummy
 import os
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
 import bench
+import ln_kernel
 
 
 @pytest.fixture
@@ -301,36 +304,59 @@ def test_kernel_compares_with_torch_and_with_copies_warm_and_from_memory(tmp_pat
     assert f"bfloat16: backward / copy of the same bytes at C >= 2048, from memory to memory: worst {worst:.2f} for" in out
 
 
-def test_what_is_measured_from_memory_finds_nothing_of_its_last_call(monkeypatch):
+def test_what_is_measured_from_memory_finds_nothing_of_earlier_calls(monkeypatch):
+    """Of all that is timed in turns, an input comes again only after four times the caches of other inputs of its variant."""
     monkeypatch.setattr(bench, "CACHES", 1 << 20)
-    calls, copied = [], []
-    original = bench.kernel_inputs
+    made, original = [], bench.kernel_inputs
 
     def inputs(*args):
-        made = original(*args)
-        calls.append(made[0].data_ptr())
-        return made
+        made.append(original(*args))
+        return made[-1]
     monkeypatch.setattr(bench, "kernel_inputs", inputs)
-    monkeypatch.setattr(bench, "copy_variant", lambda x_and_dy, hold: lambda: copied.append((x_and_dy.data_ptr(), hold)))
-    variants = bench.variants_from_memory(2, 64, 256, torch.float32)
-    bytes_a_call = 2 * 2 * 64 * 256 * 4
-    assert len(set(calls)) * bytes_a_call == 4 << 20
-    for _ in range(len(calls) + 1):
-        variants["copy"]()
-    assert [address for address, _ in copied] == [*calls, calls[0]] and all(hold for _, hold in copied)
+    used = []
+    monkeypatch.setattr(bench, "in_turn", lambda calls, device: used.append(calls))
+    assert list(bench.backward_from_memory(2, 64, 256, torch.float32)) == ["ours alone", "ours", "copy"]
+    addresses = [both.data_ptr() for both, *_ in made]
+    assert len(set(addresses)) == len(addresses) == sum(map(len, used)), "each call its own inputs"
+    bytes_of_one = made[0][0].nbytes
+    assert [len(calls) * bytes_of_one for calls in used] == 3 * [4 << 20]
+    x, w = made[0][1:3]
+    alone, through, copied = (calls[0]() for calls in used)
+    for got, expected in zip(alone, ln_kernel.ref_backward(
+            made[0][4], x, w, ln_kernel.ref_forward(x, w, w, 1e-5, False, x.dtype)[1], None, False, True, True)):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert [g.shape for g in through] == [x.shape, w.shape, w.shape, (2, 2)] and copied.nbytes == 3 * bytes_of_one // 4
 
 
-@pytest.mark.parametrize("make", [
-    lambda x_and_dy, x, w, b, dy, hold: bench.copy_variant(x_and_dy, hold=hold),
-    lambda x_and_dy, x, w, b, dy, hold: bench.operator_variant(x, w, b, dy, "ref", hold=hold),
-    lambda x_and_dy, x, w, b, dy, hold: bench.norm_variant(lambda: x * w, (x, w), dy, hold=hold)])
-def test_what_is_held_is_held_until_the_next_call(make):
-    for hold in (False, True):
-        run = make(*bench.kernel_inputs(2, 3, 8, torch.float32), hold)
-        times = run()
-        assert times["both"] == pytest.approx(times["forward"] + times["backward"])
-        held = dict(zip(run.__code__.co_freevars, (cell.cell_contents for cell in run.__closure__)))["held"]
-        assert (held is not None) == hold
+def test_turns_hold_what_they_made_until_they_come_again():
+    calls = [lambda i=i: torch.full((3,), i) for i in range(3)]
+    alive = []
+
+    def call(i):
+        out = calls[i]()
+        alive.append(weakref.ref(out))
+        return out
+    run = bench.in_turn([functools.partial(call, i) for i in range(3)], "cpu")
+    assert len(alive) == 3, "each was called once, so that its memory is there"
+    for turn in range(4):
+        assert run()["backward"] >= 0
+        assert [ref() is not None for ref in alive[-3:]] == 3 * [True]
+        assert [ref() is not None for ref in alive[:-3]] == (turn + 1) * [False]
+
+
+@pytest.mark.parametrize("first, second", [("torch", "auto"), ("auto", "torch")])
+def test_steps_share_a_model_but_not_their_norm_layers_implementation(monkeypatch, first, second):
+    shape = dict(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=5)
+    a = bench.Step(shape, 2, "off", norm_impl=first)
+    b = bench.Step(shape, 2, "off", norm_impl=second, like=a)
+    assert a.model is b.model and a.optimizer is b.optimizer
+    seen = []
+    for name in ("layer_norm", "add_layer_norm"):
+        original = getattr(ln_kernel, name)
+        monkeypatch.setattr(ln_kernel, name, lambda *args, impl, original=original, **kwargs: (
+            seen.append(impl), original(*args, impl=impl, **kwargs))[1])
+    a(), b()
+    assert seen == 3 * [first] + 3 * [second]
 
 
 def test_processes_are_pooled_by_their_medians(tmp_path, monkeypatch, capsys):
