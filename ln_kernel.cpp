@@ -326,6 +326,7 @@ template <int N, bool Rms, class X, class Y> INLINE inline void row_sums(const B
         using V = decltype(v);
         const V w = load<V>(weight + j);
         for (int64_t i = 0; i < N; ++i) {
+            if (N > 1) __builtin_prefetch(x + (N + i) * C + j, 0, 2);   // the next rows: see write_rows
             const V g = load<V>(dy + i * C + j) * w, xi = load<V>(x + i * C + j);
             sum_gc[i].add(g * (Rms ? xi : xi - mean[i]), turn);
             if (!Rms) sum_g[i].add(g, turn);
@@ -351,11 +352,11 @@ INLINE inline void write_rows(const Backward<X, Y>& a, int64_t first, const Row 
         if (Bias) cb = load<V>(acc_b + j);
         for (int64_t i = 0; i < N; ++i) {
             const int64_t at = i * C + j;
-            // The next rows, while this loop leaves the memory bus to writes: into L1, or, where four of them are too long for
-            // it, into L2. x is as old as the forward pass; dy is new, and often still in a cache.
-            constexpr int where = N == 1 ? 3 : 2;
-            __builtin_prefetch(x + N * C + at, 0, where);
-            if (N > 1 || (Stream && std::is_same_v<Y, bf16>)) __builtin_prefetch(dy + N * C + at, 0, where);
+            // The next row, into L1, while this loop leaves the memory bus to writes. x is as old as the forward pass; dy is new, and
+            // often still in a cache. Four long rows would not fit: into L2, dy here and x in row_sums, so that both wait less.
+            if (N == 1) __builtin_prefetch(x + C + at);
+            if (N == 1 && Stream && std::is_same_v<Y, bf16>) __builtin_prefetch(dy + C + at);
+            if (N > 1) __builtin_prefetch(dy + N * C + at, 0, 2);
             const V d = load<V>(dy + at), xi = load<V>(x + at), c = Rms ? xi : xi - rows[i].mean, dr = d * rows[i].rstd;
             cw = cw + dr * c;
             if (Bias) cb = cb + d;
