@@ -352,8 +352,9 @@ INLINE inline void write_rows(const Backward<X, Y>& a, int64_t first, const Row 
         if (Bias) cb = load<V>(acc_b + j);
         for (int64_t i = 0; i < N; ++i) {
             const int64_t at = i * C + j;
-            // The next row, into L1, while this loop leaves the memory bus to writes. x is as old as the forward pass; dy is new, and
-            // often still in a cache. Four long rows would not fit: into L2, dy here and x in row_sums, so that both wait less.
+            // The next row, into L1, while this loop leaves the memory bus to writes. x is as old as the forward pass; dy is
+            // new, and often still in a cache. Four long rows would not fit into L1, so they go to L2, dy from here and x from
+            // row_sums: memory has work in both loops.
             if (N == 1) __builtin_prefetch(x + C + at);
             if (N == 1 && Stream && std::is_same_v<Y, bf16>) __builtin_prefetch(dy + C + at);
             if (N > 1) __builtin_prefetch(dy + N * C + at, 0, 2);
