@@ -32,11 +32,22 @@ import time
 import torch
 import torch.nn.functional as F
 
-import distributed
-import hardware
 import ln_kernel
-from bench_tools import MODELS, Step, adamw, batch_of, clip_and_step, geomean, interleave, paired, plain, spread, write_json
+from benchmarks.tools import (
+    MODELS,
+    Step,
+    adamw,
+    batch_of,
+    clip_and_step,
+    geomean,
+    interleave,
+    paired,
+    plain,
+    spread,
+    write_json,
+)
 from configurator import Config, die
+from trainer import distributed, hardware
 
 # ---- kernel: B examples of T rows of C channels; per C a tensor that fits the caches and one that does not
 
@@ -264,7 +275,7 @@ def bytes_per_channel(compiled, block, num_warps):
 
 
 def inspect_triton(name, dtype, arch, C):
-    import ln_triton
+    from rightbatch.kernels import ln_triton
     fn, launch = getattr(ln_triton, f"{name}_kernel"), ln_triton.launch(C)
     types = {n: "i32" for n in fn.arg_names} | {n: f"*{dtype}" for n in ("x", "y", "dy", "dx")}
     types |= {n: "*fp32" for n in ("w", "b", "stats", "partials")} | {"eps": "fp32"}
@@ -441,7 +452,7 @@ def step(args):
     if unknown:
         die(f"--models={args.models}: unknown model '{unknown[0]}', expected some of {', '.join(MODELS)}")
     if args.against:
-        import bench_against
+        from benchmarks import against as bench_against
         return bench_against.against(args)
     if args.processes > 1:
         return step_in_processes(args)
@@ -499,12 +510,12 @@ def step_table(name, rows, ranks, dtype):
 
 
 def profile(args):
-    import bench_profile
+    from benchmarks import profile as bench_profile
     return bench_profile.profile(args)
 
 
 def data(args):
-    import bench_data
+    from benchmarks import data as bench_data
     return bench_data.data(args)
 
 

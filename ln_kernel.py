@@ -250,7 +250,7 @@ def _build():
     cxx = _find_compiler()
     if cxx is None:
         raise RuntimeError("no C++ compiler found: install g++ or clang++, or set CXX")
-    sources = [Path(__file__).with_name(name) for name in ("ln_kernel.cpp", "ln_autograd.cpp")]
+    sources = [Path(__file__).parent / "rightbatch" / "kernels" / name for name in ("ln_kernel.cpp", "ln_autograd.cpp")]
     version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
     attempts = _flag_attempts()
     key = repr(([s.read_text() for s in sources], cxx, version, attempts, _autograd_flags(), _cpu_model(), torch.__version__))
@@ -342,12 +342,12 @@ def _cpu_model():
 # ---- triton: ln_triton.py, imported when first used
 
 def triton_forward(*args):
-    import ln_triton
+    from rightbatch.kernels import ln_triton
     return ln_triton.forward(*args)
 
 
 def triton_backward(*args):
-    import ln_triton
+    from rightbatch.kernels import ln_triton
     return ln_triton.backward(*args)
 
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import head_loss
 import ln_kernel
 import per_example
+from trainer import head_loss
 
 
 @dataclass

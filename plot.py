@@ -16,11 +16,10 @@ import sys
 
 import numpy as np
 
-import checkpoint
 import configurator
 import gns
-import log
 from configurator import ConfigError
+from trainer import checkpoint, log
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")  # Okabe & Ito, safe for all eyes
 STYLE = {"font.size": 12, "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left",

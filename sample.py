@@ -12,12 +12,11 @@ import sys
 import torch
 from torch.nn import functional as F
 
-import checkpoint
 import configurator
-import hardware
 from configurator import ConfigError
 from data import tokens
 from model import GPT, GPTConfig
+from trainer import checkpoint, hardware
 
 
 def load_model(out_dir, device):

@@ -28,16 +28,15 @@ import sys
 
 import numpy as np
 
-import checkpoint
 import configurator
-import log
 import plot
 import schedule
-import sweep_grid
-import sweep_micro
-import sweep_quality
 from configurator import ConfigError
-from jobs import read_config, run_all, run_training, table, tokens_done
+from sweeps import grid as sweep_grid
+from sweeps import micro as sweep_micro
+from sweeps import quality as sweep_quality
+from sweeps.jobs import read_config, run_all, run_training, table, tokens_done
+from trainer import checkpoint, log
 
 # -- branch
 

@@ -22,18 +22,14 @@ import sys
 import numpy as np
 import torch
 
-import batches
-import checkpoint
 import configurator
-import distributed
-import hardware
 import ln_kernel
-import log
 import schedule
 from configurator import ConfigError
-from grad_stats import GradStats
 from model import GPT, GPTConfig
-from tracker import Tracker
+from rightbatch.tracker import Tracker
+from trainer import batches, checkpoint, distributed, hardware, log
+from trainer.grad_stats import GradStats
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
 
@@ -417,7 +413,7 @@ def main(argv=None):
     ranks = None
     try:
         if "--plan" in argv:
-            import plan
+            from trainer import plan
             return plan.main(argv)
         config = configurator.parse(argv)
         device = hardware.pick_device(config.device)

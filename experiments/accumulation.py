@@ -18,8 +18,8 @@ import numpy as np
 from common import Runs, parse, write
 
 import gns
-import log
 import plot
+from trainer import log
 
 PAPER = ("The paper: the noise scale N tells what a larger batch gains, |G_B|^2 = |G|^2 (1 + N / B): well below N accumulation "
          "halves the noise with each doubling, beyond N it adds little.")

@@ -25,10 +25,9 @@ from common import parse, write
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import checkpoint
-import hardware
 import plot
 from model import Attention, GPTConfig
+from trainer import checkpoint, hardware
 
 PAPER = ("The paper: with fused attention in bf16 the QKV bias of block 1 ran away and training diverged; cosine attention or "
          "a spectrally normalised QKV matrix in that block cured it.")

@@ -18,9 +18,9 @@ import sys
 import numpy as np
 from common import Runs, parse, write
 
-import hardware
-import jobs
 import plot
+from sweeps import jobs
+from trainer import hardware
 
 PAPER = "The paper's method is of use on GPUs if bf16 trains as fp32 does: is the final loss within the spread of seeds?"
 DTYPES = ("float32", "bfloat16")

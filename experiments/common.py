@@ -15,11 +15,9 @@ import time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
-import checkpoint  # noqa: E402
 import configurator  # noqa: E402
-import hardware  # noqa: E402
-import jobs  # noqa: E402
-import log  # noqa: E402
+from sweeps import jobs  # noqa: E402
+from trainer import checkpoint, hardware, log  # noqa: E402
 
 # a model of seconds, to see that everything works
 TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, batch_size=8, batch_size_start=4,

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
-import plan
+from trainer import plan
 
 METHODS = ("simultaneous", "gram", "norm only")
 VOCABULARY = plan.GPT2_VOCABULARY

@@ -16,10 +16,9 @@ import numpy as np
 import torch
 from common import Runs, parse, write
 
-import hardware
-import jobs
-import log
 import plot
+from sweeps import jobs
+from trainer import hardware, log
 
 PAPER = ("The paper: with per-example norms (B_small = 1) the noise scale has the least variance; comparing the gradients of "
          "data-parallel ranks, as in its 1.3B run, gives the same value with more.")

@@ -19,10 +19,9 @@ from batch_pairs import halving_tree, jackknife, pairs, simulated, theory
 from common import parse, write
 from phase_plot import FOLDER, SETTINGS, TINY, exact_runs
 
-import batches
-import hardware
 import plot
 import sample
+from trainer import batches, hardware
 
 PAPER = "The paper: for the same examples a smaller B_small always has the lower standard error, and B_big does not matter."
 DIMENSIONS, TRIALS = 64, 400

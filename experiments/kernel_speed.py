@@ -12,9 +12,9 @@ import sys
 from common import parse, write
 
 import bench
-import hardware
 import ln_kernel
 import plot
+from trainer import hardware
 
 PAPER = "The paper: on an H100 its kernel with per-example norms takes no longer than torch's LayerNorm without."
 SETTINGS = dict(micro_batch_size=4, block_size=256)

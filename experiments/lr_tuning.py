@@ -16,9 +16,8 @@ import sys
 import numpy as np
 from common import Runs, parse, write
 
-import log
-import plan
 import plot
+from trainer import log, plan
 
 PAPER = ("The paper: three sizes (70M, 111M, 161M) are to be compared at constant FLOPs, each at the best of several learning "
          "rates.")

@@ -18,8 +18,8 @@ import numpy as np
 from common import Runs, parse, write
 
 import gns
-import log
 import plot
+from trainer import log
 
 PAPER = ("The paper: the temperature, learning rate / batch, should move the noise scale by either, but from one checkpoint "
          "only a change of the learning rate moved it.")

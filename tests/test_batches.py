@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import torch
 
-import batches
-from batches import Dataset, window_starts
 from configurator import ConfigError
 from tests.conftest import write_dataset
+from trainer import batches
+from trainer.batches import Dataset, window_starts
 
 
 def make(tmp_path, n=500, vocab_size=256, **kwargs):

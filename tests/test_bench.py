@@ -137,7 +137,7 @@ def run_against(path, out, monkeypatch):
 
 @pytest.fixture
 def tiny_bench(monkeypatch):
-    import bench_tools
+    from benchmarks import tools as bench_tools
     shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
     monkeypatch.setitem(bench_tools.MODELS, "tiny", (shape, 3))
 
@@ -188,7 +188,7 @@ class Slow(torch.autograd.Function):
 
 
 def profile_once(monkeypatch, slow_part=None, **shape):
-    import bench_profile
+    from benchmarks import profile as bench_profile
     now = [0.0]
 
     def wait(seconds):
@@ -210,7 +210,7 @@ def profile_once(monkeypatch, slow_part=None, **shape):
 
 
 def test_the_profiles_parts_add_up_to_the_step(monkeypatch):
-    import bench_profile
+    from benchmarks import profile as bench_profile
     parts, wall = profile_once(monkeypatch)
     assert {part for _, part in parts} == set(bench_profile.PARTS)
     assert sum(parts.values()) == pytest.approx(wall, abs=1e-4)  # but for the hooks being put on
@@ -245,14 +245,14 @@ def test_profile_writes_a_table_for_a_model_and_a_config_file(tiny_bench, tmp_pa
 
 
 def test_flops_by_part_are_those_of_the_model():
-    import bench_profile
+    from benchmarks import profile as bench_profile
     from model import GPT, GPTConfig
     shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
     assert sum(bench_profile.flops(shape, 3).values()) == 24 * GPT(GPTConfig(**shape)).flops_per_token()
 
 
 def test_data_compares_with_tiktoken_and_measures_memory(tmp_path, monkeypatch, capsys):
-    import bench_data
+    from benchmarks import data as bench_data
     from data import tokens
 
     class Words:

@@ -3,8 +3,8 @@ import os
 import pytest
 import torch
 
-import checkpoint
 from configurator import Config, ConfigError
+from trainer import checkpoint
 
 
 def save_some(tmp_path, **config):

@@ -16,12 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
-import distributed
-import log
 import train
 from configurator import Config, ConfigError
 from tests.conftest import ROOT, TINY
+from trainer import checkpoint, distributed, log
 
 # 50 steps with a linear ramp from 4 to 16 sequences; on n ranks the micro-batch is 4 / n, so that batches are the same
 RUN = dict(TINY, max_tokens=6700, warmup_tokens=320, eval_tokens=3400, checkpoint_tokens=3400, gns_half_life_tokens=2000)

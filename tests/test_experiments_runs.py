@@ -19,7 +19,7 @@ import lr_tuning  # noqa: E402
 import temperature  # noqa: E402
 
 import configurator  # noqa: E402
-import log  # noqa: E402
+from trainer import log  # noqa: E402
 
 
 def steps(folder):

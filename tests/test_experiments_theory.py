@@ -123,10 +123,10 @@ def test_simulated_errors_are_those_of_theory_and_of_the_jackknife(true_gns):
 
 
 def test_model_gradients_are_those_whose_norms_the_probes_return(tmp_path, tiny_args):
-    import batches
     import sample
     import sweep
     import train
+    from trainer import batches
     train.main(tiny_args(out_dir=tmp_path / "run", max_tokens=640))
     config = sweep.read_config(tmp_path / "run")
     norms = batch_pairs.halving_tree(estimator_variance.model_gradients(tmp_path / "run", config, 4), top=4)

@@ -5,12 +5,10 @@ import math
 import pytest
 import torch
 
-import batches
-import checkpoint
-import log
 import train
 from model import GPT, GPTConfig
 from tests.conftest import TINY
+from trainer import batches, checkpoint, log
 
 STEP = TINY["batch_size"] * TINY["block_size"]  # tokens
 FIXED = dict(batch_schedule="constant", max_tokens=8 * STEP, gns_calibrate_tokens=0, grad_clip=0.5, learning_rate=1e-2)

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from test_model import batch, check_against_oracle, make
 
 import bench
-import head_loss
 import train
 from model import GPT, GPTConfig
+from trainer import head_loss
 
 
 @pytest.fixture
@@ -152,7 +152,7 @@ def test_logits_are_held_once_in_training(mode, monkeypatch):
 
 def test_a_run_with_a_large_vocabulary_resumes_bit_for_bit(tmp_path, tiny_args, monkeypatch, small_chunks):
     monkeypatch.setattr(head_loss, "CHUNK_BYTES", 20 * 64 * 4)
-    import checkpoint
+    from trainer import checkpoint
     settings = dict(max_tokens=1280, checkpoint_tokens=640, eval_tokens=0, dropout=0.1)
     monkeypatch.setattr(train, "summary", lambda config: "")  # which draws a picture
     assert train.main(tiny_args(out_dir=tmp_path / "whole", **settings)) == 0

@@ -5,9 +5,9 @@ import struct
 
 import pytest
 
-import log
 import train
 from tests.conftest import run_script
+from trainer import log
 
 
 def read_wandb(path):

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 import configurator
-import log
-import plan
 import train
 from configurator import Config
 from model import GPT, GPTConfig
+from trainer import log, plan
 
 V = 100
 SHAPES = [dict(), dict(bias=False), dict(norm="rmsnorm"), dict(norm="rmsnorm", bias=False, tie_weights=False),

@@ -4,8 +4,8 @@ import os
 import numpy as np
 import pytest
 
-import log
 import plot
+from trainer import log
 
 
 def write_run(folder, n=20, **extra):

@@ -24,7 +24,7 @@ def test_a_checkpoint_writes_text_the_same_for_the_same_seed(run, capsys):
 
 
 def test_the_loaded_model_is_the_trained_one(run):
-    import checkpoint
+    from trainer import checkpoint
     model, tokenizer = sample.load_model(run, "cpu")
     saved = checkpoint.load(run)["model"]
     assert tokenizer == "bytes" and not model.training

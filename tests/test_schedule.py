@@ -8,15 +8,14 @@ import sys
 import pytest
 import torch
 
-import checkpoint
 import configurator
-import log
 import schedule
 import train
 from configurator import Config, ConfigError
 from schedule import BatchSchedule, Controller, batch_size_at, learning_rate_at
 from tests.conftest import ROOT
 from tests.test_train import assert_same_run
+from trainer import checkpoint, log
 
 
 def test_constant_batch_is_the_batch():

@@ -4,12 +4,11 @@ import os
 import numpy as np
 import pytest
 
-import checkpoint
-import log
 import schedule
 import sweep
 import train
 from configurator import Config
+from trainer import checkpoint, log
 
 
 @pytest.fixture(scope="module")

@@ -7,14 +7,13 @@ import time
 
 import pytest
 
-import checkpoint
-import jobs
-import log
 import schedule
 import sweep
-import sweep_grid
 import train
+from sweeps import grid as sweep_grid
+from sweeps import jobs
 from tests.conftest import ROOT, TINY
+from trainer import checkpoint, log
 
 GRID = dict(batch_schedule="constant", max_tokens=512, gns_calibrate_tokens=0, eval_tokens=128, eval_iters=2)
 

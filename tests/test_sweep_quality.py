@@ -4,11 +4,11 @@ import os
 import numpy as np
 import pytest
 
-import jobs
-import log
 import sweep
-import sweep_quality
 import train
+from sweeps import jobs
+from sweeps import quality as sweep_quality
+from trainer import log
 
 ARGS = sweep.argparse.Namespace(config=None, rest=[])
 

@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-import batches
-import checkpoint
 import gns
-import log
 import train
 from configurator import Config
 from model import GPT, GPTConfig
-from tracker import Tracker, adam_metrics
+from rightbatch.tracker import Tracker, adam_metrics
+from trainer import batches, checkpoint, log
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
 GROUPS = ("norm", "attention", "mlp", "embedding", "total", "block_0", "block_1")

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
-import log
 import train
 from tests.conftest import ROOT, TINY, run_script
+from trainer import checkpoint, log
 
 TIMED = {"dt_ms", "tok_per_sec", "mfu", "seconds"}  # everything else must come out the same
 
@@ -72,9 +71,9 @@ def test_logged_loss_gradient_and_noise_scale_match_a_plain_recomputation(tmp_pa
     """First step by hand: one big batch, a float64 loop over examples, the formulas of the papers."""
     import copy
 
-    import batches
     import gns
     from model import GPT, GPTConfig
+    from trainer import batches
     train.main(tiny_args(out_dir=tmp_path / "run", max_tokens=256, warmup_tokens=0, batch_schedule="constant"))
     first = next(r for r in log.read(tmp_path / "run") if r["step"] == 1 and "train/loss" in r)
     torch.manual_seed(0)
@@ -307,9 +306,9 @@ def test_best_validation_loss_is_never_replaced_by_a_worse_one(tmp_path, tiny_ar
 def test_validation_does_not_depend_on_the_micro_batch_or_the_training_seed(tiny_data):
     import contextlib
 
-    import batches
     from configurator import Config
     from model import GPT, GPTConfig
+    from trainer import batches
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=64, dropout=0.5))
     data = batches.Dataset(tiny_data, 16)
     configs = [Config(eval_iters=7, micro_batch_size=m, seed=m) for m in (1, 2, 5)]

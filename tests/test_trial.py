@@ -10,9 +10,9 @@ import time
 import pytest
 
 import sweep
-import sweep_micro
-import trial
 from configurator import Config, ConfigError
+from sweeps import micro as sweep_micro
+from sweeps import trial
 from tests.conftest import ROOT, TINY
 
 # stands in for trial.py where only what becomes of a process matters

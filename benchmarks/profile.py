@@ -27,13 +27,12 @@ from collections import defaultdict
 import numpy as np
 import torch
 
-import batches
-import bench_tools
 import configurator
-import hardware
-from bench_tools import Step, interleave, spread, write_json
+from benchmarks import tools as bench_tools
+from benchmarks.tools import Step, interleave, spread, write_json
 from configurator import ConfigError, die
 from model import GPTConfig
+from trainer import batches, hardware
 
 PARTS = ("data", "embedding", "norms", "attention", "MLP", "head + loss", "tracking", "optimizer", "other")
 

@@ -96,7 +96,7 @@ def synchronize(device):
 
 def facts(device):
     """Versions and machine, for config.json: enough to know later where a number came from."""
-    root = os.path.dirname(os.path.abspath(__file__))
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     try:
         git = subprocess.run(["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=root, capture_output=True,
                              text=True, timeout=10)

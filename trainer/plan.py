@@ -13,9 +13,9 @@ Letters: P parameters, L layers, C channels, V vocabulary, n = micro-batch x T t
 import os
 
 import configurator
-import head_loss
 import schedule
 from configurator import ConfigError
+from trainer import head_loss
 
 # dense bf16 FLOP/s (V100: fp16) and bytes of memory, as the vendors' data sheets give them
 KINDS = {"V100": (125e12, 32e9), "A100": (312e12, 80e9), "A100-40G": (312e12, 40e9), "A6000": (155e12, 48e9),
@@ -126,7 +126,7 @@ def steps(c, devices):
 
 def vocabulary(config):
     """(size, where it is known from). A plan needs no data."""
-    import batches
+    from trainer import batches
     folder = config.dataset if os.path.isdir(config.dataset) else os.path.join(batches.ROOT, "data", config.dataset)
     if os.path.isfile(os.path.join(folder, "meta.json")):
         return batches.Dataset(config.dataset, config.block_size).vocab_size, "from the dataset's meta.json"
@@ -207,7 +207,7 @@ def main(argv):
         raise ConfigError(f"command line: --kind={options['kind']}: expected one of {', '.join(KINDS)}")
     if options["devices"] < 1 or not 0 < options["mfu"] <= 1:
         raise ConfigError("command line: --devices must be at least 1, --mfu above 0 and at most 1")
-    import distributed
+    from trainer import distributed
     distributed.check(config, options["devices"], "cuda")
     print(text(config, options["devices"], kinds[options["kind"].lower()], options["mfu"]))
     return 0

@@ -22,15 +22,12 @@ import os
 
 import numpy as np
 
-import batches
-import checkpoint
 import configurator
-import hardware
-import jobs
-import log
 import plot
-import sweep_micro
 from configurator import ConfigError
+from sweeps import jobs
+from sweeps import micro as sweep_micro
+from trainer import batches, checkpoint, hardware, log
 
 KEYS = ("grad/coherence", "grad/coherence_total", "grad/norm", "grad/mean", "grad/variance", "adam/snr", "update/norm",
         "update/ratio", "train/loss")

@@ -14,13 +14,11 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
-import checkpoint
 import configurator
-import hardware
-import log
 from configurator import Config, ConfigError
+from trainer import checkpoint, hardware, log
 
-TRAIN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "train.py")
+TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train.py")
 NAME = "sweep.json"
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 import gns
-from distributed import Ranks, local
+from trainer.distributed import Ranks, local
 
 EARLY = 0.2  # averages never look back further than about this share of the tokens seen so far
 

@@ -19,16 +19,12 @@ import dataclasses
 import os
 import time
 
-import batches
 import configurator
-import hardware
-import jobs
-import log
-import plan
 import plot
 import schedule
-import trial
 from configurator import ConfigError
+from sweeps import jobs, trial
+from trainer import batches, hardware, log, plan
 
 OPTIONS = {"none": "", "block": ", checkpointed"}
 ACCUMULATIONS = (1, 2, 4, 8, 16)

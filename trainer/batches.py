@@ -12,7 +12,7 @@ import torch
 
 from configurator import ConfigError
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def find(dataset):

@@ -13,13 +13,12 @@ import time
 
 import torch
 
-import batches
 import bench
 import configurator
-import hardware
-from grad_stats import GradStats
 from model import GPT, GPTConfig
-from tracker import Tracker
+from rightbatch.tracker import Tracker
+from trainer import batches, hardware
+from trainer.grad_stats import GradStats
 
 
 def one_step(config, data, accum, measured):

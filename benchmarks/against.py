@@ -20,11 +20,11 @@ import time
 
 import torch
 
-import bench_tools
-import hardware
-from bench_tools import Step, batch_of, quartiles, spread, write_json
+from benchmarks import tools as bench_tools
+from benchmarks.tools import Step, batch_of, quartiles, spread, write_json
 from configurator import ConfigError, die
 from model import GPT, GPTConfig
+from trainer import hardware
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0  # as bench_tools.adamw
 LOSS_STEPS = 5  # the losses of so many steps from the same weights are compared

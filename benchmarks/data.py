@@ -14,12 +14,12 @@ import sys
 import tempfile
 import time
 
-from bench_tools import interleave, paired, quartiles, spread, write_json
+from benchmarks.tools import interleave, paired, quartiles, spread, write_json
 from configurator import die
 from data import tokens
 from data.text.prepare import prepare
 
-ROOT = os.path.dirname(os.path.abspath(__file__))
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PART = tokens.UNIT  # characters per part of tiktoken's batch: as many as ours, so that cores finish together
 
 

@@ -16,11 +16,10 @@ from pathlib import Path
 
 import torch
 
-import distributed
-import hardware
 from configurator import Config
 from model import GPT, GPTConfig, Norm
-from tracker import Tracker
+from rightbatch.tracker import Tracker
+from trainer import distributed, hardware
 
 MODELS = {  # GPTConfig, micro-batch
     "quickstart": (dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=256), 8),

@@ -20,6 +20,7 @@ import sys
 import time
 
 SCRIPT = os.path.abspath(__file__)
+sys.path.insert(0, os.path.dirname(os.path.dirname(SCRIPT)))
 MIN_STEPS = 3
 OUT_OF_MEMORY = ("can't allocate", "cannot allocate memory", "out of memory", "bad_alloc", "not enough memory",
                  "thread creation failed")
@@ -95,12 +96,11 @@ def measure(spec):
     """The numbers of a trial: seconds of a micro-step and of an update, peak memory."""
     import torch
 
-    import batches
     import configurator
-    import hardware
-    from grad_stats import GradStats
     from model import GPT, GPTConfig
-    from tracker import Tracker
+    from rightbatch.tracker import Tracker
+    from trainer import batches, hardware
+    from trainer.grad_stats import GradStats
 
     config = configurator.Config(**{k: configurator.coerce(k, v, "trial") for k, v in spec["config"].items()})
     accum = spec["accum"]

@@ -24,7 +24,7 @@ FSDP never forms a micro-batch's gradient whole: there coherence and *_after_k a
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
-from distributed import Ranks, local
+from trainer.distributed import Ranks, local
 
 
 class GradStats:

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 
-import checkpoint
+from trainer import checkpoint
 
 NAME = "log.jsonl"
 

@@ -16,16 +16,13 @@ import os
 
 import numpy as np
 
-import batches
-import checkpoint
 import configurator
-import hardware
-import jobs
-import log
 import plot
 import schedule
-import sweep_micro
 from configurator import ConfigError
+from sweeps import jobs
+from sweeps import micro as sweep_micro
+from trainer import batches, checkpoint, hardware, log
 
 WHOLE = ("cos_attn", "spectral_qkv", "batch_steps")  # a comma belongs to the value
 NO_LIST = ("out_dir", "resume", "branch_from", "device", "wandb_project", "wandb_run_name")
