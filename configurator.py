@@ -20,6 +20,7 @@ import types
 from dataclasses import dataclass, field
 
 import schedule
+from trainer.optimizer import OPTIMIZERS
 
 DEFAULT_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", "quickstart.py")
 
@@ -79,6 +80,7 @@ class Config:
                                          "of the average is new")
     batch_shrink: bool = opt(False, "for gns: may the batch also shrink; off because the noise scale grows in most runs")
     # -- optimisation; everything is counted in tokens, since steps change size
+    optimizer: str = opt("adamw", "muon: Muon for the blocks' matrices, AdamW for the rest", tuple(OPTIMIZERS))
     max_tokens: int = opt(2_500_000, "the end of the run: about two minutes on two CPU cores")
     warmup_tokens: int = opt(125_000, "linear from 0; 5% is ample at this size")
     decay_tokens: int = opt(0, "where the learning rate reaches min_lr; 0 = max_tokens")
@@ -120,6 +122,10 @@ class Config:
     wandb_log: bool = opt(False, "also log to wandb; offline, without asking, where there is no key")
     wandb_project: str = opt("rightbatch", "wandb's project")
     wandb_run_name: str = opt("", "wandb's run name; empty = the last part of out_dir")
+
+    def end_tokens(self):
+        """Where this process leaves."""
+        return min(self.stop_tokens or self.max_tokens, self.max_tokens)
 
 
 FIELDS = {f.name: f for f in dataclasses.fields(Config)}

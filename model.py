@@ -45,6 +45,12 @@ class GPTConfig:
     activation_checkpointing: str = "none"  # none | block
     norm_impl: str = "auto"  # see ln_kernel
 
+    @classmethod
+    def of(cls, settings, vocab_size):
+        """From a run's settings {key: value}, also as a checkpoint or config.json has them."""
+        own = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items() if k in cls.__dataclass_fields__}
+        return cls(**own | {"vocab_size": vocab_size})
+
 
 class Tap(NamedTuple):
     """What one site gets to measure with: its rows of the probes and, for an Adam-aware norm, weights per coordinate."""

@@ -6,7 +6,6 @@ Text from a checkpoint.
 """
 
 import argparse
-import dataclasses
 import sys
 
 import torch
@@ -22,9 +21,7 @@ from trainer import checkpoint, hardware
 def load_model(out_dir, device):
     """(model, tokenizer name) of a run folder."""
     saved = checkpoint.load(out_dir, device)
-    names = {f.name for f in dataclasses.fields(GPTConfig)}
-    config = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["config"].items() if k in names}
-    model = GPT(GPTConfig(vocab_size=saved["vocab_size"], **config)).to(device)
+    model = GPT(GPTConfig.of(saved["config"], saved["vocab_size"])).to(device)
     model.load_state_dict(saved["model"])
     return model.eval(), saved["data"]["tokenizer"]
 

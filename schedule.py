@@ -251,13 +251,9 @@ class BatchSchedule:
     def accept(self, text):
         return None if text is None else self.file.accept(text)
 
-    def observe(self, tokens, row):
-        """What the controller makes of a logged row: words for the log, or None."""
-        if not self.controller:
-            return None
-        key = noise_source(self.config)
-        noise = None if row.get(key) is None else (row[key], row[f"{key}_low"], row[f"{key}_high"])
-        return self.controller.decide(tokens, noise)
+    def observe(self, tokens, noise):
+        """What the controller makes of a noise scale: words for the log, or None."""
+        return self.controller.decide(tokens, noise) if self.controller else None
 
     def state_dict(self):
         return self.memory.state_dict() if self.memory else {}

@@ -32,8 +32,9 @@ WHOLE = dict(max_tokens=16_000, checkpoint_tokens=1000, dropout=0.1, log_interva
 DRIVER = """
 import json, os, shutil, sys
 sys.path.insert(0, {root!r})
-import checkpoint, distributed, torch, train
-train.summary = lambda config: ""  # no pictures here
+import torch, train
+from trainer import checkpoint, distributed
+train.summary.closing = lambda config: ""  # no pictures here
 real_save = checkpoint.save
 def save(out_dir, state):  # keep every checkpoint
     real_save(out_dir, state)
@@ -122,13 +123,13 @@ def runs(tmp_path_factory, tiny_data):
 
     def settings(name, **more):
         return dict(common, out_dir=folder / name, **more)
-    real, train.summary = train.summary, lambda config: ""
+    real, train.summary.closing = train.summary.closing, lambda config: ""
     try:
         for gns in ("norm", "exact"):
             assert train.main(as_args(settings(f"1-{gns}", gns=gns))) == 0
         assert train.main(as_args({**settings("1-cross", gns_crosscheck=True), **SHORT})) == 0
     finally:
-        train.summary = real
+        train.summary.closing = real
     (folder / "batches.txt").write_text("0 4\n300 12\n")
     two = [(settings(f"2-{p}-{g}", gns=g, parallel=p, micro_batch_size=2), None) for p, g in VARIANTS]
     two += [(dict(settings(f"2-{name}"), **{**SHORT, "micro_batch_size": 2, **more}), None) for name, more in {
@@ -154,7 +155,7 @@ def runs(tmp_path_factory, tiny_data):
 
 
 def test_grad_stats_are_those_of_one_process_with_the_same_micro_batches(runs, tmp_path, tiny_data, monkeypatch):
-    monkeypatch.setattr(train, "summary", lambda config: "")
+    monkeypatch.setattr(train.summary, "closing", lambda config: "")
     assert train.main(as_args(dict(SHORT, dataset=tiny_data, out_dir=tmp_path, micro_batch_size=2, **STATS))) == 0
     for a, ddp, fsdp in zip(steps(tmp_path), steps(runs / "2-stats-ddp"), steps(runs / "2-stats-fsdp")):
         for key in ("grad/coherence_total", "grad/mean", "grad/variance", "adam/snr", "update/norm", "update/ratio"):
@@ -221,7 +222,7 @@ def test_a_checkpoint_of_fsdp_ranks_has_the_layout_of_one_process(runs):
 
 
 def test_a_checkpoint_of_two_fsdp_ranks_goes_on_in_one_process_and_on_four_ddp_ranks(runs, tiny_data, monkeypatch):
-    monkeypatch.setattr(train, "summary", lambda config: "")
+    monkeypatch.setattr(train.summary, "closing", lambda config: "")
     step = rewind(runs, "1-resumed", "2-fsdp-norm")
     assert train.main(as_args(dict(RUN, dataset=tiny_data, out_dir=runs / "1-resumed", resume=True))) == 0
     expected = steps(runs / "2-fsdp-norm")

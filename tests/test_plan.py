@@ -130,7 +130,7 @@ def test_fsdp_divides_what_it_shards_and_counts_whole_gradients_while_accumulati
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_steps_are_those_of_a_real_run(tmp_path, tiny_args, schedule, monkeypatch):
-    monkeypatch.setattr(train, "summary", lambda config: "")
+    monkeypatch.setattr(train.summary, "closing", lambda config: "")
     args = tiny_args(out_dir=tmp_path / "run", batch_schedule=schedule, gns="off", max_tokens=2000)
     train.main(args)
     last = [r for r in log.read(tmp_path / "run") if "train/loss" in r][-1]

@@ -20,7 +20,7 @@ GRID = dict(batch_schedule="constant", max_tokens=512, gns_calibrate_tokens=0, e
 
 @pytest.fixture(autouse=True)
 def no_pictures_of_runs(monkeypatch):
-    monkeypatch.setattr(train, "summary", lambda config: "")
+    monkeypatch.setattr(train.summary, "closing", lambda config: "")
 
 
 def saved(out):

@@ -66,7 +66,7 @@ def test_the_standard_error_of_a_gain_is_that_of_a_ratio_of_means():
 def test_quality_runs_train_and_reports_and_is_not_run_twice(tmp_path, tiny_args, monkeypatch, capsys):
     calls, real = [], train.main
     monkeypatch.setattr(train, "main", lambda argv: calls.append(argv) or real(argv))
-    monkeypatch.setattr(train, "summary", lambda config: "")
+    monkeypatch.setattr(train.summary, "closing", lambda config: "")
     arguments = ["quality", "--steps=6", "--accumulations=1,2,4", "--in_process",
                  *tiny_args(out_dir=tmp_path, learning_rate=3e-3, dropout=0.1)]
     assert sweep.main([*arguments, "--dry_run"]) == 0

@@ -10,8 +10,10 @@ import gns
 import train
 from configurator import Config
 from model import GPT, GPTConfig
-from rightbatch.tracker import Tracker, adam_metrics
 from trainer import batches, checkpoint, log
+from trainer.distributed import Ranks
+from trainer.optimizer import Optimizer
+from trainer.step import TrainingStep, fetch
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
 GROUPS = ("norm", "attention", "mlp", "embedding", "total", "block_0", "block_1")
@@ -48,21 +50,20 @@ def papers_pair(grads, names, weights=None):
 
 
 def one_step(config, model, optimizer, x, y):
-    """What train.py does in a step, without the update."""
-    tracker = Tracker(model, optimizer, config, "cpu")
-    measure = tracker.begin(0, x.numel())
-    accum = len(x) // config.micro_batch_size
-    loss_sum = 0
-    for i in range(accum):
-        part = slice(i * config.micro_batch_size, (i + 1) * config.micro_batch_size)
-        _, loss = model(x[part], y[part], **measure)
-        (loss / accum).backward()
-        loss_sum = loss_sum + loss.detach() / accum
-        tracker.take(measure, accum)
-    tracker.release()
-    record = tracker.finish(loss_sum, torch.ones(()))
-    tracker.absorb({k: v.double().numpy().reshape(-1) for k, v in record.items()}, tracker.mode, len(x), x.numel())
-    return tracker
+    """train.py's step without the update; the step, which has the averages and the log row."""
+    step = TrainingStep(model, config, Ranks(), "cpu", torch.float32)
+    step.optimizer.parts = [optimizer]
+    size = config.micro_batch_size
+    step.accumulate(zip(x.split(size), y.split(size)), len(x) // size, 0, x.numel())
+    record = step.measure()
+    step.absorb(*fetch([record]), record)
+    return step
+
+
+def metrics_of(model, optimizer):
+    seam = Optimizer(model, Config(), "cpu", torch.float32)
+    seam.parts = [optimizer]
+    return seam.metric(dict(model.named_parameters()))
 
 
 @pytest.fixture
@@ -82,8 +83,8 @@ def test_every_groups_pair_is_the_papers_on_the_same_batch_plain_and_adam(settin
     model, optimizer, x, y = setting
     config = Config(gns=mode, micro_batch_size=4, batch_size=12, gns_calibrate_tokens=0, gns_adam=True, **SHAPE)
     grads = example_gradients(model, x, y)
-    metrics = adam_metrics(optimizer, list(model.named_parameters()))
-    tracker = one_step(config, model, optimizer, x, y)
+    metrics = metrics_of(model, optimizer)
+    tracker = one_step(config, model, optimizer, x, y).tracker
     groups = GROUPS if mode == "exact" else ("norm",)
     assert tracker.groups == list(groups)
     for group in groups:
@@ -105,13 +106,13 @@ def test_adams_metric_is_the_reciprocal_of_its_denominator(setting):
         group.update(lr=0.0, weight_decay=0.0, betas=(0.0, 0.9))
     for _ in range(300):
         optimizer.step()
-    metrics, before = adam_metrics(optimizer, named), {n: p.detach().clone() for n, p in named}
+    metrics, before = metrics_of(model, optimizer), {n: p.detach().clone() for n, p in named}
     for group in optimizer.param_groups:
         group["lr"] = 1.0
     optimizer.step()
     for name, p in named:
         torch.testing.assert_close(before[name] - p.detach(), p.grad * metrics[name], rtol=1e-4, atol=1e-5)
-    assert adam_metrics(torch.optim.AdamW(model.parameters()), named) is None
+    assert metrics_of(model, torch.optim.AdamW(model.parameters())) is None
 
 
 def test_example_statistics_are_those_of_the_examples(setting):
@@ -143,15 +144,17 @@ def test_a_calibration_step_logs_the_same_statistics_as_its_neighbours(setting):
 
 
 def test_adams_metric_survives_a_skipped_first_step_and_ignores_what_never_had_a_gradient():
-    weight = torch.nn.Parameter(torch.ones(3))
+    model = torch.nn.Module()
+    model.weight = weight = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], betas=(0.9, 0.95), fused=True)
+    model.parameter_groups = lambda decay: [{"params": [weight]}]
     weight.grad = torch.full((3,), float("nan"))
     optimizer.found_inf = torch.ones(())
     optimizer.step()
-    assert torch.equal(adam_metrics(optimizer, [("w", weight)])["w"], torch.zeros(3))
+    assert torch.equal(metrics_of(model, optimizer)["weight"], torch.zeros(3))
     weight.grad, optimizer.found_inf = torch.tensor([1.0, 2.0, 0.0]), torch.zeros(())
     optimizer.step()
-    torch.testing.assert_close(adam_metrics(optimizer, [("w", weight)])["w"], torch.tensor([1.0, 0.5, 0.0]))
+    torch.testing.assert_close(metrics_of(model, optimizer)["weight"], torch.tensor([1.0, 0.5, 0.0]))
 
 
 def test_the_cross_check_is_the_classical_estimate_from_micro_batches(setting):
@@ -165,7 +168,7 @@ def test_the_cross_check_is_the_classical_estimate_from_micro_batches(setting):
         whole = {n: sum(m[n] for m in means) / 3 for n in names}
         small = np.mean([sum(float((m[n]**2).sum()) for n in names) for m in means])
         big = sum(float((whole[n]**2).sum()) for n in names)
-        scale = tracker.scales[f"{group}_micro"]
+        scale = tracker.crosscheck.scales[f"{group}_micro"]
         assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(gns.unbiased_pair(small, big, 4, 12), rel=2e-4)
 
 

@@ -304,15 +304,14 @@ def test_best_validation_loss_is_never_replaced_by_a_worse_one(tmp_path, tiny_ar
 
 
 def test_validation_does_not_depend_on_the_micro_batch_or_the_training_seed(tiny_data):
-    import contextlib
-
     from configurator import Config
     from model import GPT, GPTConfig
     from trainer import batches
+    from trainer.distributed import Ranks
     model = GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=16, vocab_size=64, dropout=0.5))
     data = batches.Dataset(tiny_data, 16)
     configs = [Config(eval_iters=7, micro_batch_size=m, seed=m) for m in (1, 2, 5)]
-    losses = [train.validation_loss(model, data, c, "cpu", contextlib.nullcontext()) for c in configs]
+    losses = [train.validation_loss(train.TrainingStep(model, c, Ranks(), "cpu", torch.float32), data) for c in configs]
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6) and model.training
 
 
@@ -346,7 +345,7 @@ def test_gradient_norm_is_logged_before_clipping_and_with_clipping_off(tmp_path,
 
 
 def test_importing_touches_nothing_and_loads_nothing_heavy():
-    code = ("import sys; sys.argv = ['x', '--nonsense']; import train, sample, plot, log; "
+    code = ("import sys; sys.argv = ['x', '--nonsense']; import train, sample, plot; "
             "print([m for m in ('wandb', 'datasets', 'tiktoken', 'matplotlib') if m in sys.modules])")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr

@@ -17,11 +17,7 @@ Stopping: a signal reaches ranks at different moments, but they must leave after
 collective. The ranks vote while the step computes: one integer on the host through gloo, started before the
 step and read after it, so it neither waits for the device nor delays it. They leave after the step in which the vote is seen.
 
-Dying: a rank that is killed takes the run with it, within seconds and in words. gloo notices at once (the connection
-breaks); NCCL would wait for its timeout. So each rank has a thread (Watch) that counts a number up in the store of the
-rendezvous and looks at its neighbour's; one that has stood still for Watch.LIMIT seconds ends the run. It needs no
-launcher: ranks started by hand or by srun are watched just as well. torchrun, where it is there, ends the others faster,
-and with --max-restarts starts all again; resume='auto' then goes on from the last checkpoint.
+Dying: a rank that is killed takes the run with it, within seconds and in words (watchdog.py).
 
 Checkpoints are whole: every tensor gathered, one file in the layout of one process. One file is what users copy, sample
 from and publish, and any number of ranks in either mode reads it. The limits: rank 0 needs host memory for weights and
@@ -29,11 +25,9 @@ both moments (12 bytes per parameter), and writes alone: fine to some ten billio
 torch.distributed.checkpoint's folder of shards is the right tool.
 """
 
-import datetime
 import os
 import re
 import sys
-import threading
 import time
 import traceback
 
@@ -43,8 +37,9 @@ import torch.distributed as dist
 
 import schedule
 from configurator import ConfigError
+from trainer.optimizer import WHOLE_MATRICES
+from trainer.watchdog import TIMEOUT, Watchdog, connect
 
-TIMEOUT = datetime.timedelta(minutes=30)  # of a collective: longer than rank 0 may take to write a checkpoint
 COMMUNICATION = re.compile(r"gloo|nccl|connection|broken pipe|socket|store", re.IGNORECASE)
 
 
@@ -54,7 +49,7 @@ def start(config, device):
     world = int(env.get("WORLD_SIZE", 1))
     check(config, world, device)
     if world == 1:
-        return Ranks()
+        return Ranks(device=device)
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise ConfigError(f"WORLD_SIZE={world} is set, but {', '.join(missing)} is not: start with torchrun")
@@ -71,20 +66,15 @@ def start(config, device):
     return Ranks(rank, local_rank, world, device)
 
 
-def connect(keeps_store=False):
-    """The store where ranks meet: torchrun keeps it, or else rank 0. torchrun may keep it over a restart, with the addresses of
-    dead ranks in it (its static rendezvous, torch 2.13), so every attempt has keys of its own."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=keeps_store, timeout=TIMEOUT,
-                          wait_for_workers=False)
-    return dist.PrefixStore(f"rightbatch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
-
-
 def check(config, world, device):
     """What the number of processes makes impossible."""
     if world == 1:
         return
     if device == "mps":
         raise ConfigError(f"device='mps' has no communication between processes: start one, not {world}")
+    if config.parallel == "fsdp" and config.optimizer in WHOLE_MATRICES:
+        raise ConfigError(f"optimizer={config.optimizer!r} updates whole matrices, which parallel='fsdp' never holds: "
+                          "take parallel='ddp' or optimizer='adamw'")
     if config.parallel == "fsdp" and config.gns_crosscheck:
         raise ConfigError("gns_crosscheck=True needs every rank's whole gradient, which parallel='fsdp' never forms: "
                           "take parallel='ddp' or gns_crosscheck=False")
@@ -104,18 +94,13 @@ def check(config, world, device):
                               "or another micro_batch_size")
 
 
-def local(tensor):
-    """This rank's part of a sharded tensor, the tensor itself if it is none."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 class Ranks:
     def __init__(self, rank=0, local_rank=0, world=1, device="cpu"):
         self.rank, self.local_rank, self.world, self.device = rank, local_rank, world, device
         self.first = rank == 0  # the one that logs, saves and speaks
         self.sharded = False  # parameters are DTensors, of which each rank holds a part
         self.by_hand = False  # gradients are averaged by average(), not by DDP
-        self.watch = Watch(rank, world) if world > 1 else None
+        self.watchdog = Watchdog(rank, world) if world > 1 else None
 
     # -- the model
 
@@ -253,9 +238,7 @@ class Ranks:
 
     def whole_optimizer(self, optimizer):
         saved = optimizer.state_dict()
-        if not self.sharded:
-            return saved
-        return {**saved, "state": {i: {k: self._whole(v) for k, v in s.items()} for i, s in saved["state"].items()}}
+        return for_each_tensor(saved, lambda part, i, value: self._whole(value)) if self.sharded else saved
 
     def _whole(self, tensor):
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
@@ -265,17 +248,17 @@ class Ranks:
         """A whole optimizer state into this rank's optimizer."""
         if self.sharded:
             from torch.distributed.tensor import distribute_tensor
-            params = [p for group in optimizer.param_groups for p in group["params"]]
+            params = [[p for group in part.param_groups for p in group["params"]] for part in optimizer.parts]
 
-            def part(i, value):
-                p = params[i]
+            def mine(part, i, value):
+                p = params[part][i]
                 if value.shape != p.shape or value.dim() == 0:
                     return value
-                mine = distribute_tensor(value.to(self.device), p.device_mesh, p.placements, src_data_rank=None)
-                return mine.clone()  # no view of the file
-            saved = {**saved, "state": {i: {k: part(i, v) for k, v in s.items()} for i, s in saved["state"].items()}}
+                cut = distribute_tensor(value.to(self.device), p.device_mesh, p.placements, src_data_rank=None)
+                return cut.clone()  # no view of the file
+            saved = for_each_tensor(saved, mine)
         elif self.world > 1:  # the file is memory-mapped, see checkpoint.load
-            saved = {**saved, "state": {i: {k: v.clone() for k, v in s.items()} for i, s in saved["state"].items()}}
+            saved = for_each_tensor(saved, lambda part, i, value: value.clone())
         optimizer.load_state_dict(saved)
 
     def gather_shards(self, parts, shapes):
@@ -324,14 +307,14 @@ class Ranks:
         """The good end: all together."""
         if self.world > 1:
             self.wait()
-            self.watch.close()
+            self.watchdog.close()
             dist.destroy_process_group()
 
     def report(self, error):
         """An error that the user can mend: one line, from rank 0, unless it is this rank's alone."""
         if self.first:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        others = self.watch.errors(str(error))
+        others = self.watchdog.errors(str(error))
         if not self.first and others.get(0) != str(error):
             print(f"error: rank {self.rank}: {error}", file=sys.stderr, flush=True)
         if self.first:
@@ -341,15 +324,24 @@ class Ranks:
     def fail(self, error):
         """Any other exception: say on every rank what happened to which one, and end now."""
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and COMMUNICATION.search(str(error))):
-            self.watch.end(self.watch.who_died() or f"communication failed ({first_line(error)})")
+            self.watchdog.end(self.watchdog.who_died() or f"communication failed ({first_line(error)})")
         traceback.print_exception(error)
-        self.watch.tell(f"rank {self.rank} failed: {type(error).__name__}: {first_line(error)}")
+        self.watchdog.tell(f"rank {self.rank} failed: {type(error).__name__}: {first_line(error)}")
         self.leave(1)
 
     def leave(self, code):
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)  # not sys.exit: taking down a process group whose members are gone can wait for ever
+
+
+def for_each_tensor(saved, function):
+    """An optimizer's saved state with function(part, parameter number, tensor) in place of each tensor."""
+    def changed(part, one):
+        return {**one, "state": {i: {k: function(part, i, v) for k, v in s.items()} for i, s in one["state"].items()}}
+    if "parts" in saved:
+        return {"parts": [changed(part, one) for part, one in enumerate(saved["parts"])]}
+    return changed(0, saved)
 
 
 def mixed(*numbers):
@@ -359,95 +351,3 @@ def mixed(*numbers):
 
 def first_line(error):
     return (str(error).strip().splitlines() or [""])[0]
-
-
-class Watch(threading.Thread):
-    """Ends this process, in words, when another one of the run is gone. Keys in the store: beat/<rank>, a number that a living
-    rank counts up; dead, what happened, once somebody knows; error/<rank>, what a rank is about to leave with."""
-
-    BEAT = 1.0  # seconds
-    LIMIT = 30.0  # standing still for so long is death; a busy machine may stall a thread for some seconds
-
-    def __init__(self, rank, world):
-        super().__init__(daemon=True, name="watch")
-        self.rank, self.world, self.closing, self.lock = rank, world, threading.Event(), threading.Lock()
-        self.store = connect()  # of its own: the group's is busy while the main thread waits for something in it
-        self.store.set(f"beat/{rank}", "0")
-        for other in range(world):
-            self.store.wait([f"beat/{other}"], datetime.timedelta(seconds=60))
-        self.start()
-
-    def run(self):
-        """Each rank looks at the next one only; what it finds goes to all through `dead`."""
-        neighbour = (self.rank + 1) % self.world
-        beat, seen, since = 0, None, time.monotonic()
-        while not self.closing.wait(self.BEAT):
-            beat += 1
-            try:
-                self.store.set(f"beat/{self.rank}", str(beat))
-                now = self.store.get(f"beat/{neighbour}")
-                dead = self.store.get("dead").decode() if self.store.check(["dead"]) else None
-            except RuntimeError:
-                if self.closing.is_set():
-                    return
-                self.end("rank 0 (or the launcher), which keeps the rendezvous, is gone")
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self.LIMIT:
-                dead = dead or f"rank {neighbour} has not answered for {self.LIMIT:.0f} seconds"
-                self.tell(dead)
-            if dead:
-                time.sleep(2 * self.BEAT)  # the main thread may be about to say it better, or be the one that failed
-                self.end(dead)
-
-    def tell(self, what):
-        try:
-            if not self.store.check(["dead"]):
-                self.store.set("dead", what)
-        except RuntimeError:
-            pass
-
-    def who_died(self):
-        """After a broken connection: who stands still. Takes some beats."""
-        def beats():
-            return [self.store.get(f"beat/{r}") for r in range(self.world)]
-        try:
-            before = beats()
-            for _ in range(5):
-                time.sleep(self.BEAT)
-                if self.store.check(["dead"]):
-                    return self.store.get("dead").decode()
-            still = [str(r) for r, (a, b) in enumerate(zip(before, beats())) if a == b]
-        except RuntimeError:
-            return "rank 0 (or the launcher), which keeps the rendezvous, is gone"
-        if not still:
-            return None
-        self.tell(f"rank {' and rank '.join(still)} died (killed, or failed: its own output says why)")
-        return self.store.get("dead").decode()
-
-    def errors(self, mine):
-        """What the ranks leave with, as far as known within three seconds: {rank: message}."""
-        found = {}
-        try:
-            self.store.set(f"error/{self.rank}", mine)
-            deadline = time.monotonic() + 3
-            while len(found) < self.world and time.monotonic() < deadline:
-                for r in range(self.world):
-                    if r not in found and self.store.check([f"error/{r}"]):
-                        found[r] = self.store.get(f"error/{r}").decode()
-                time.sleep(0.05)
-            self.tell(f"rank {self.rank} left: {mine}")
-        except RuntimeError:
-            pass
-        return found
-
-    def end(self, what):
-        with self.lock:  # one thread speaks, and does not come back
-            print(f"rank {self.rank} of {self.world}: {what}; this process ends, too. The same command with --resume=auto goes "
-                  "on from the last checkpoint", file=sys.stderr, flush=True)
-            sys.stdout.flush()
-            os._exit(1)
-
-    def close(self):
-        self.closing.set()
-        self.join()

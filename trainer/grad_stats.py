@@ -24,14 +24,12 @@ FSDP never forms a micro-batch's gradient whole: there coherence and *_after_k a
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
-from trainer.distributed import Ranks, local
+from rightbatch.tracker import local
 
 
 class GradStats:
-    def __init__(self, model, optimizer, config, ranks=None):
-        self.optimizer, self.ranks = optimizer, ranks or Ranks()
-        self.beta1 = config.beta1
-        self.params = list(model.parameters())
+    def __init__(self, parameters, optimizer, ranks):
+        self.params, self.optimizer, self.ranks = parameters, optimizer, ranks
         self.count = sum(p.numel() for p in self.params)
         self.on, self.last = False, {}
 
@@ -101,16 +99,12 @@ class GradStats:
     def adam_snr(self):
         """Sum of |m| / (sqrt(v) + eps) over coordinates with v > 0, and their number."""
         ratio, seen = [], []
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                state = self.optimizer.state.get(p)
-                if not state:  # the first step was skipped, as not finite
-                    continue
-                m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
-                first, second = (1 - b ** state["step"] for b in (self.beta1, group["betas"][1]))
-                # the division by `first` can wait; v is 0 where there never was a gradient, and so is m
-                ratio.append((m.abs() / ((v / second).sqrt() + group["eps"])).sum() / first)
-                seen.append((v > 0).sum().float())
+        for state, group in filter(None, map(self.optimizer.moments, self.params)):  # none if the first step was not finite
+            m, v = local(state["exp_avg"]), local(state["exp_avg_sq"])
+            first, second = (1 - b ** state["step"] for b in group["betas"])
+            # the division by `first` can wait; v is 0 where there never was a gradient, and so is m
+            ratio.append((m.abs() / ((v / second).sqrt() + group["eps"])).sum() / first)
+            seen.append((v > 0).sum().float())
         zero = torch.zeros((), device=local(self.params[0]).device)
         return (torch.stack(ratio).sum(), torch.stack(seen).sum()) if ratio else (zero, zero)
 

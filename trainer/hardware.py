@@ -34,6 +34,15 @@ def pick_dtype(name, device):
     return torch.bfloat16 if fast_bfloat16(device) else torch.float32
 
 
+def prepare(config, device):
+    """The number format of a run; threads, memory and TF32 as it wants them."""
+    if device == "cpu":
+        prepare_cpu()
+    elif config.tf32:
+        torch.set_float32_matmul_precision("high")
+    return pick_dtype(config.dtype, device)
+
+
 def fast_bfloat16(device):
     """Whether the device has bf16 matrix instructions; without them a CPU is a hundred times slower than in fp32."""
     if device == "cuda":

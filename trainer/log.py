@@ -3,6 +3,7 @@ The log of a run: log.jsonl (the truth, one object per line), a readable line an
 if asked for, wandb with the same keys. An undetermined value is null in the file and left out of wandb.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -10,6 +11,8 @@ import sys
 import time
 
 from trainer import checkpoint
+from trainer.noise import NOISE, noise  # noqa: F401
+from trainer.noise import shown as noise_key  # noqa: F401
 
 NAME = "log.jsonl"
 
@@ -114,20 +117,6 @@ def wandb_key():
         return False
 
 
-NOISE = {"gns/total": "the whole model", "gns/calibrated": "the whole model", "gns/norm": "the norm layers"}
-
-
-def noise_key(rows):
-    """Which noise scale to show for a run: the best that its newest row has determined, of the whole model if there."""
-    newest = next((r for r in reversed(rows) if "gns/norm" in r), {})
-    return next((key for key in NOISE if newest.get(key) is not None), "gns/norm")
-
-
-def noise(row, key):
-    """(noise scale, low, high) of a row, or None while undetermined."""
-    return None if row.get(key) is None else (row[key], row[f"{key}_low"], row[f"{key}_high"])
-
-
 def count(n):
     """1234567 -> 1.23M"""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
@@ -146,14 +135,14 @@ def duration(seconds):
 class Clock:
     """Seconds of training: stops during evaluation, checkpoints and pictures."""
 
-    def __init__(self):
-        self.total, self.started = 0.0, time.perf_counter()
+    def __init__(self, total=0.0):
+        self.total, self.started = total, time.perf_counter()
 
     def seconds(self):
         return self.total + (time.perf_counter() - self.started if self.started is not None else 0.0)
 
-    def __enter__(self):  # a pause
+    @contextlib.contextmanager
+    def paused(self):
         self.total, self.started = self.seconds(), None
-
-    def __exit__(self, *_):
+        yield
         self.started = time.perf_counter()

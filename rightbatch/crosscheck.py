@@ -1,0 +1,62 @@
+"""
+The classical noise scale, beside that of per-example norms: gradients of micro-batches, and of processes, against the whole
+step's. Noisier, since its small batch is larger, and it holds a second copy of the gradient.
+"""
+
+import torch
+
+from rightbatch import gns
+from rightbatch.tracker import EARLY
+
+
+class CrossCheck:
+    def __init__(self, parameters, groups, micro_batch_size, half_life_tokens, world=1, average=None):
+        """parameters: a list. groups: {name: mask over it}. average: mean over processes of a list of tensors, in place."""
+        self.parameters, self.groups, self.micro_batch_size = parameters, groups, micro_batch_size
+        self.world, self.average = world, average
+        kinds = ("micro", "rank") if world > 1 else ("micro",)
+        self.scales = {f"{group}_{kind}": gns.NoiseScale(half_life_tokens, EARLY) for kind in kinds for group in groups}
+        self.held = None  # the gradient accumulated so far
+
+    # -- on the device, during a step
+
+    def begin(self):
+        self.held = self.micro_sq = self.rank_sq = None
+
+    def take(self, accum):
+        """After a micro-batch's backward pass: its gradient's norms. The gradient is kept here, away from p.grad."""
+        grads = [p.grad for p in self.parameters]
+        sq = squares(grads) * accum**2  # of the micro-batch's own mean
+        self.micro_sq = sq / accum if self.micro_sq is None else self.micro_sq + sq / accum
+        if self.held is None:
+            self.held = grads
+        else:
+            torch._foreach_add_(self.held, grads)
+        for p in self.parameters:
+            p.grad = None
+
+    def release(self):
+        """After the last micro-batch: the step's gradient goes back to the parameters."""
+        if self.world > 1:
+            self.rank_sq = squares(self.held)  # of this process's own mean
+            self.average(self.held)
+        for p, held in zip(self.parameters, self.held):
+            p.grad = held
+
+    def record(self, loss_scale):
+        """To be summed over processes."""
+        found = {"micro_sq": self.micro_sq, "rank_sq": self.rank_sq}
+        return {name: sq / loss_scale**2 / self.world for name, sq in found.items() if sq is not None}
+
+    # -- on the host
+
+    def absorb(self, record, B, tokens):
+        for kind, n_small in (("micro", self.micro_batch_size), ("rank", B // self.world)):
+            if f"{kind}_sq" in record and B > n_small:
+                for group, mask in self.groups.items():
+                    small, big = float(record[f"{kind}_sq"][mask].sum()), float(record["param_sq"][mask].sum())
+                    self.scales[f"{group}_{kind}"].update(*gns.unbiased_pair(small, big, n_small, B), tokens)
+
+
+def squares(tensors):
+    return torch.stack(torch._foreach_norm(tensors)).float().square()

@@ -1,0 +1,128 @@
+"""
+The optimizer as the rest of the trainer sees it. What is special to one of torch's optimizers stays in here.
+
+    optimizer = Optimizer(model, config, device, dtype)
+    optimizer.backward(loss)                      # with fp16's loss scale
+    optimizer.unscale()                           # before gradients are measured
+    optimizer.set(lr, beta2, weight_decay)
+    optimizer.clip_and_step(record)               # reads param_sq and bad of the step's record
+    optimizer.metric({name: parameter})           # the metric it steps in, or None
+
+A step whose record says `bad` changes nothing. Fused AdamW knows how to do that, and to clip, without asking the host. Every
+other optimizer is clipped by a pass over its gradients and asks the host once per step.
+
+To add one: a function that returns torch optimizers, in OPTIMIZERS.
+"""
+
+import torch
+
+from rightbatch.metric import adam_metric
+from rightbatch.tracker import local
+
+
+def adamw(model, config):
+    return [fused_adamw(model.parameter_groups(config.weight_decay), config)]
+
+
+def muon(model, config):
+    """Muon (Jordan et al. 2024) for the blocks' matrices, AdamW for embeddings, head, norm layers and biases. Updates are
+    scaled to the size of AdamW's (Liu et al. 2025, arXiv 2502.16982), so learning_rate and weight_decay mean the same."""
+    inside = {id(p) for p in model.h.parameters() if p.dim() == 2}
+    matrices = [p for p in model.h.parameters() if id(p) in inside]
+    rest = [{**group, "params": [p for p in group["params"] if id(p) not in inside]}
+            for group in model.parameter_groups(config.weight_decay)]
+    return [torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=config.weight_decay,
+                             adjust_lr_fn="match_rms_adamw"),
+            fused_adamw(rest, config)]
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
+WHOLE_MATRICES = {"muon"}  # their update is a product of whole matrices, which fsdp never holds
+
+
+def fused_adamw(groups, config):
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.beta1, config.beta2), fused=True)
+
+
+class Optimizer:
+    def __init__(self, model, config, device, dtype):
+        self.parts = OPTIMIZERS[config.optimizer](model, config)
+        self.grad_clip, self.beta1, self.device = config.grad_clip, config.beta1, device
+        self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+
+    # -- a step
+
+    def loss_scale(self):
+        """What every gradient is multiplied by: 1 unless fp16."""
+        return self.scaler.scale(torch.ones((), device=self.device))
+
+    def backward(self, loss):
+        self.scaler.scale(loss).backward()
+
+    def unscale(self):
+        for part in self.parts:
+            self.scaler.unscale_(part)
+
+    def set(self, lr, beta2, weight_decay):
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+                group["weight_decay"] = weight_decay if group["weight_decay"] else 0.0
+                if "betas" in group:
+                    group["betas"] = self.beta1, beta2
+
+    def clip_and_step(self, record):
+        """Clip the gradient to grad_clip and update, unless the step was bad."""
+        excess = None
+        if self.grad_clip > 0:
+            excess = torch.clamp((record["param_sq"].sum().sqrt() + 1e-6) / self.grad_clip, min=1.0)
+        for part in self.parts:
+            if part.defaults.get("fused") and self.device != "mps":  # Metal's kernel does not look at these two
+                part.grad_scale, part.found_inf = excess, record["bad"]
+                part.step()
+            else:
+                self.plain_step(part, excess, record["bad"])
+        if self.scaler.is_enabled():
+            self.scaler.update()
+        self.zero_grad()
+
+    @staticmethod
+    def plain_step(part, excess, bad):
+        if bad:
+            return
+        if excess is not None:
+            torch._foreach_div_([local(p.grad) for group in part.param_groups for p in group["params"]], excess)
+        part.step()
+
+    def zero_grad(self):
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
+
+    # -- what it knows about the gradients so far
+
+    def moments(self, p):
+        """Adam's state of a parameter and its group: exp_avg, exp_avg_sq, step; None where there is none (yet)."""
+        for part in self.parts:
+            state = part.state.get(p)
+            if state and "exp_avg_sq" in state:
+                return state, part.param_groups[0]
+        return None
+
+    def metric(self, named):
+        """{name: weight per coordinate} of these parameters, this rank's part of each; None where one has no second moment."""
+        found = [self.moments(p) for p in named.values()]
+        if not found or not all(found):
+            return None
+        group, step = found[0][1], found[0][0]["step"]
+        weights = adam_metric([local(state["exp_avg_sq"]) for state, _ in found], step, group["betas"][1], group["eps"])
+        return dict(zip(named, weights))
+
+    # -- checkpoints: one part is saved as torch saves it
+
+    def state_dict(self):
+        parts = [part.state_dict() for part in self.parts]
+        return parts[0] if len(parts) == 1 else {"parts": parts}
+
+    def load_state_dict(self, state):
+        for part, saved in zip(self.parts, state.get("parts", [state])):
+            part.load_state_dict(saved)

@@ -1,0 +1,31 @@
+"""What a run starts from: nothing, its own checkpoint (resume), or another run's (branch_from)."""
+
+import os
+
+from configurator import ConfigError
+from trainer import checkpoint, log
+
+
+def starting_point(config, data, mmap=False):
+    """The checkpoint to go on from, or None for a fresh run; never a run written over another one. That of another run,
+    with branch_from, is marked as "branched"."""
+    there = os.path.isfile(os.path.join(config.out_dir, checkpoint.NAME))
+    if config.resume == "True" or (config.resume == "auto" and there):
+        saved = checkpoint.load(config.out_dir, mmap=mmap)
+        checkpoint.check_same_run(saved, config, data.checksum)
+        return saved
+    logged = os.path.isfile(os.path.join(config.out_dir, log.NAME))
+    if there or (logged and any("train/loss" in row for row in log.read(config.out_dir))):  # else it ended before its start
+        raise ConfigError(f"out_dir={config.out_dir!r} already holds a run: continue it with --resume=True, "
+                          "give another --out_dir, or remove it first")
+    return branch_point(config, data, mmap) if config.branch_from else None
+
+
+def branch_point(config, data, mmap):
+    saved = checkpoint.load(config.branch_from, mmap=mmap)
+    checkpoint.check_same_run(saved, config, data.checksum, branch=True)
+    tokens = saved["state"]["tokens"]
+    if tokens >= config.end_tokens():
+        raise ConfigError(f"branch_from={config.branch_from!r}: its checkpoint is at {tokens} tokens, this run ends at "
+                          f"{config.end_tokens()}")
+    return {**saved, "branched": True}

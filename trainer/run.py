@@ -1,0 +1,170 @@
+"""
+What a run remembers and does between its steps: counters, clock, log, checkpoint, and the numbers of steps on their way from
+the device. train.py has the loop.
+"""
+
+import os
+import signal
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from configurator import ConfigError
+from rightbatch.tracker import crossed
+from trainer import checkpoint, hardware, log, noise, summary
+from trainer.step import fetch
+
+MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
+
+
+@dataclass
+class Counters:
+    """What the checkpoint calls its state."""
+    step: int = 0
+    tokens: int = 0
+    examples: int = 0
+    best_val_loss: float | None = None
+    bad_steps: int = 0
+    bad_in_a_row: int = 0
+    seconds: float = 0.0
+    wandb_id: str | None = None
+
+
+class Run:
+    def __init__(self, config, ranks, data, step, batches, saved=None):
+        """`saved` is the checkpoint to go on from, without its model. `batches` is the batch schedule."""
+        self.config, self.ranks, self.data, self.step, self.batches = config, ranks, data, step, batches
+        self.count, self.end = Counters(), config.end_tokens()
+        self.branched, self.resumed = bool(saved and saved.get("branched")), bool(saved and not saved.get("branched"))
+        self.pending, self.last = [], {}  # records on the device; numbers of the newest step that was fetched
+        self.out, self.signals = log.NoLog(), []
+        ranks.seed(config.seed, 0)
+        self.streams_go_on = True
+        if saved:
+            ranks.load_optimizer(step.optimizer, saved.pop("optimizer"))
+            step.optimizer.scaler.load_state_dict(saved["scaler"])
+            self.count = Counters(**saved["state"])
+            step.load_state_dict(saved["gns"])
+            self.streams_go_on = ranks.restore_rng(saved["rng"], config.seed, self.count.step)
+        if self.branched:
+            self.count.best_val_loss = self.count.wandb_id = None
+
+    @property
+    def over(self):
+        return self.count.tokens >= self.end
+
+    # -- the run folder
+
+    def open(self, parameters):
+        """Create the folder, or go on with its log; say what will be done. From here on signals wait for the end of a step."""
+        config, ranks, step, goes_on = self.config, self.ranks, self.step, self.resumed or self.branched
+        if ranks.first:
+            os.makedirs(config.out_dir, exist_ok=True)
+            checkpoint.write_json(os.path.join(config.out_dir, "config.json"),
+                                  {"config": asdict(config), **hardware.facts(step.device), "processes": ranks.world,
+                                   "dtype": str(step.dtype).removeprefix("torch."), "parameters": parameters,
+                                   "data": self.data.meta})
+            self.out = log.RunLog(config, resume_step=self.count.step if goes_on else None, wandb_id=self.count.wandb_id)
+        self.count.wandb_id = self.out.wandb.id if self.out.wandb else self.count.wandb_id
+        self.ceiling = hardware.matmul_ceiling(step.device, step.dtype) * ranks.world
+        for line in summary.opening(self, parameters):
+            self.out.say(line)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda number, _frame: self.signals.append(number))
+        self.clock = log.Clock(self.count.seconds)
+        self.opened = self.logged = Mark(self.count.step, self.count.tokens, self.clock.seconds())
+        if self.branched:
+            self.event(f"branched from {config.branch_from} at {self.count.tokens} tokens")
+
+    def event(self, text, ahead=0):
+        """A line in log and terminal; `ahead`: it is about the step that comes next."""
+        if text:
+            self.out.event(self.count.step + ahead, self.count.tokens, text)
+
+    def save(self):
+        """Evaluate nothing, change nothing: bring the numbers home and write the checkpoint."""
+        self.fetch()
+        self.count.seconds = self.clock.seconds()
+        ranks, step = self.ranks, self.step
+        whole = {"model": ranks.whole_model(step.model), "optimizer": ranks.whole_optimizer(step.optimizer),
+                 "rng": ranks.rng_state()}
+        if ranks.first:
+            checkpoint.save(self.config.out_dir, {
+                **whole, "scaler": step.optimizer.scaler.state_dict(), "state": asdict(self.count), "gns": step.state_dict(),
+                "schedule": self.batches.state_dict(), "config": asdict(self.config), "vocab_size": self.data.vocab_size,
+                "data": self.data.meta, "data_checksum": self.data.checksum})
+
+    # -- after a step
+
+    def advance(self, record, lr, accum):
+        """Count the step; its numbers stay on the device until fetch."""
+        self.pending.append(record)
+        self.before, self.lr, self.accum, self.batch_size = self.count.tokens, lr, accum, record.batch_size
+        self.count.step += 1
+        self.count.tokens += record.tokens
+        self.count.examples += record.batch_size
+
+    def passed(self, every):
+        """Whether the newest step ended the run or crossed a multiple of `every` tokens."""
+        return self.over or crossed(self.before, self.count.tokens, every)
+
+    def at_log_line(self, ahead=0):
+        return (self.count.step + ahead) % self.config.log_interval == 0
+
+    def fetch(self):
+        """All pending steps in one transfer; bring averages and counters up to date, in order."""
+        if not self.pending:
+            return
+        count = self.count
+        for values, record in zip(fetch(self.pending), self.pending):
+            bad = values["bad"][0] > 0
+            self.last = {"loss": float(values["loss"][0]), "grad_norm": float(np.sqrt(values["param_sq"].sum()))}
+            count.bad_steps += int(bad)
+            count.bad_in_a_row = count.bad_in_a_row + 1 if bad else 0
+            self.step.absorb(values, record)
+        self.pending.clear()
+        averages = {f"gns/{name}_{part}": getattr(scale, part) for name, scale in self.step.scales().items()
+                    for part in ("sq_norm", "tr_sigma")}
+        self.ranks.agree(count.step, {"step": count.step, "tokens": count.tokens, "examples": count.examples,
+                                      "bad_steps": count.bad_steps, "lr": self.lr, "batch_size": self.batch_size, **self.last,
+                                      **averages})
+        if count.bad_in_a_row >= MAX_BAD_STEPS:
+            self.out.close()
+            raise ConfigError(summary.diverged(self, MAX_BAD_STEPS))
+
+    def log_step(self, beta2, weight_decay):
+        """The row of the newest step: log, terminal, and what the batch schedule makes of its noise scale."""
+        count, config, seconds = self.count, self.config, self.clock.seconds()
+        flops = self.step.model.flops_per_token()
+        rate = (count.tokens - self.logged.tokens) / (seconds - self.logged.seconds)
+        self.ceiling = max(self.ceiling, rate * flops)  # it may have been measured in a bad moment
+        row = {"step": count.step, "tokens": count.tokens, "examples": count.examples, "train/loss": self.last["loss"],
+               "lr": self.lr, "batch_size": self.batch_size, "accum": self.accum,
+               "dt_ms": 1e3 * (seconds - self.logged.seconds) / (count.step - self.logged.step), "tok_per_sec": rate,
+               "mfu": rate * flops / self.ceiling, "grad/norm": self.last["grad_norm"], "seconds": seconds,
+               "bad_steps": count.bad_steps}
+        row |= {key: value for key, value in (("beta2", beta2), ("weight_decay", weight_decay))
+                if getattr(config, f"{key}_scaling") != "none"}
+        row |= self.step.row()
+        self.out.write(row)
+        speed = (seconds - self.opened.seconds) / (count.tokens - self.opened.tokens)
+        self.out.say(summary.describe(row, config, max(0, self.end - count.tokens) * speed))
+        self.logged = Mark(count.step, count.tokens, seconds)
+        # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
+        if self.at_log_line() and count.tokens < config.max_tokens:
+            self.event(self.batches.observe(count.tokens, noise.noise(row, noise.noise_key(config))))
+
+    def evaluated(self, loss):
+        count = self.count
+        if count.best_val_loss is None or not loss >= count.best_val_loss:
+            count.best_val_loss = loss if np.isfinite(loss) else count.best_val_loss
+        self.out.write({"step": count.step, "tokens": count.tokens, "val/loss": loss, "val/ppl": float(np.exp(loss))})
+        self.out.say(f"step {count.step:>6} | validation loss {loss:.4f}, best {count.best_val_loss or loss:.4f}")
+
+
+@dataclass
+class Mark:
+    """A moment of the run, to measure from."""
+    step: int
+    tokens: int
+    seconds: float

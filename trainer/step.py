@@ -1,0 +1,168 @@
+"""
+The one training step. train.py, the sweeps' trials, every benchmark and the tests run this one.
+
+    step = TrainingStep(model, config, ranks, device, dtype)
+    step.accumulate(micro_batches, accum, before, after)      # gradients of all micro-batches, measured on the way
+    record = step.update(lr, beta2, weight_decay)             # |G|, clipping, update
+    values = fetch([record, ...])                             # later: the numbers of several steps in one transfer
+    step.absorb(values[0], record); step.row()                # averages; the keys of a log line
+
+The loss of a step is the mean over its B examples. Nothing in here asks the host for a number. B sequences in a step.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from rightbatch.crosscheck import CrossCheck
+from rightbatch.tracker import Tracker, local, scale_row
+from trainer import hardware
+from trainer.grad_stats import GradStats
+from trainer.optimizer import Optimizer
+
+
+@dataclass
+class Record:
+    """The numbers of one step, still on the device."""
+    numbers: dict  # {name: tensor}: loss, param_sq, loss_scale, bad, and what the meters added
+    mode: str  # which sites were measured: off, norm or exact
+    batch_size: int
+    tokens: int
+
+
+class TrainingStep:
+    def __init__(self, model, config, ranks, device, dtype, like=None):
+        """Wraps the model for its processes. Steps to be compared share the model and the optimizer of one of them (`like`):
+        where a model lies in memory is worth a per cent."""
+        self.model, self.config, self.ranks, self.device, self.dtype = model, config, ranks, device, dtype
+        compiled = config.compile == "True" or (config.compile == "auto" and device == "cuda")
+        self.run_model = like.run_model if like else ranks.wrap(model, config, dtype, compiled)
+        self.optimizer = like.optimizer if like else Optimizer(model, config, device, dtype)
+        self.autocast = hardware.autocast(device, dtype)
+        self.parameters = dict(model.named_parameters())
+        self.copies = 1 if ranks.sharded else ranks.world  # processes that hold the same gradient
+        # Adam's metric must be whole on each process: a few vectors for the norm layers, a second model for exact mode
+        self.adam = config.gns_adam and not (ranks.sharded and config.gns == "exact")
+        self.tracker = Tracker(
+            self.parameters, {mode: model.probe_sites(mode) for mode in ("norm", "exact")}, config.gns,
+            micro_batch_size=config.micro_batch_size, half_life_tokens=config.gns_half_life_tokens,
+            calibrate_tokens=config.gns_calibrate_tokens, metric=self.metric if self.adam else None, rank=ranks.rank,
+            world=ranks.world, copies=self.copies, device=device)
+        self.crosscheck = None
+        if config.gns_crosscheck:
+            groups = {group: self.tracker.members["exact"][group][1] for group in ("norm", "total")}
+            self.crosscheck = CrossCheck(list(self.parameters.values()), groups, config.micro_batch_size,
+                                         config.gns_half_life_tokens, ranks.world, ranks.average)
+        self.stats = GradStats(list(self.parameters.values()), self.optimizer, ranks)
+
+    def metric(self, named):
+        """The optimizer's metric of these parameters, or None: (this process's part of each, each whole)."""
+        mine = self.optimizer.metric(named)
+        if mine is None or not self.ranks.sharded:
+            return mine and (mine, mine)
+        return mine, self.ranks.gather_shards(mine, {name: p.shape for name, p in named.items()})
+
+    # -- gradients: the mean over all B examples, micro-batch by micro-batch
+
+    def accumulate(self, micro_batches, accum, before, after, measure_stats=False):
+        """The gradient of a step that goes from `before` to `after` tokens, from `accum` micro-batches (x, y)."""
+        self.tokens, self.batch_size = after - before, accum * self.config.micro_batch_size * self.ranks.world
+        self.given = self.tracker.begin(before, after)
+        self.stats.begin(accum, measure_stats)
+        if self.crosscheck:
+            self.crosscheck.begin()
+        self.loss_scale = self.optimizer.loss_scale()
+        self.loss = torch.zeros((), device=self.device)
+        for micro, (x, y) in enumerate(micro_batches, 1):
+            self.ranks.sync(self.run_model, last=micro == accum)
+            loss = self.forward(x, y)
+            self.backward(loss / accum)
+            self.loss += loss.detach() / accum
+            self.take(accum)
+        if self.crosscheck:
+            self.crosscheck.release()
+
+    def forward(self, x, y):
+        with self.autocast:
+            return self.run_model(x, y, **self.given)[1]  # no name for the logits: they would live through the backward pass
+
+    def backward(self, loss):
+        self.optimizer.backward(loss)
+
+    def take(self, accum):
+        """What the meters read after a micro-batch's backward pass."""
+        self.tracker.take(self.given)
+        if self.crosscheck:
+            self.crosscheck.take(accum)
+        self.stats.take(self.crosscheck and self.crosscheck.held, self.loss_scale)
+
+    # -- update
+
+    def update(self, lr, beta2, weight_decay):
+        record = self.measure()
+        self.stats.before_update()
+        self.optimizer.set(lr, beta2, weight_decay)
+        self.optimizer.clip_and_step(record.numbers)
+        record.numbers.update(self.summed(self.stats.after_update()))
+        return record
+
+    def measure(self):
+        """The record of the step, before clipping."""
+        self.optimizer.unscale()
+        grads = [local(p.grad) for p in self.parameters.values()]
+        param_sq = torch.stack(torch._foreach_norm(grads)).float().square()
+        numbers = {"loss": self.loss / self.ranks.world, "param_sq": param_sq / self.copies, **self.tracker.record()}
+        if self.crosscheck:
+            numbers |= self.crosscheck.record(self.loss_scale)
+        numbers = self.summed(numbers)
+        finite = torch.isfinite(numbers["param_sq"].sum()) & torch.isfinite(numbers["loss"])
+        numbers |= {"loss_scale": self.loss_scale, "bad": torch.logical_not(finite).float()}
+        return Record(numbers, self.tracker.step_mode, self.batch_size, self.tokens)
+
+    def summed(self, numbers):
+        """Sums over processes, in one transfer."""
+        if self.ranks.world == 1 or not numbers:
+            return numbers
+        flat = self.ranks.sum(torch.cat([t.reshape(-1) for t in numbers.values()]))
+        pieces = flat.split([t.numel() for t in numbers.values()])
+        return {name: piece.view(t.shape) for (name, t), piece in zip(numbers.items(), pieces)}
+
+    # -- on the host, for every step in order
+
+    def absorb(self, values, record):
+        """Bring the averages up to date with a step, from its values (see fetch)."""
+        self.stats.absorb(values)
+        if values["bad"][0] == 0:
+            self.tracker.absorb(values, record.mode, record.batch_size, record.tokens)
+            if self.crosscheck:
+                self.crosscheck.absorb(values, record.batch_size, record.tokens)
+
+    def scales(self):
+        """Every noise scale that is averaged, by name."""
+        return self.tracker.scales | (self.crosscheck.scales if self.crosscheck else {})
+
+    def row(self):
+        """The keys of a log line."""
+        return self.tracker.row() | scale_row(self.crosscheck.scales if self.crosscheck else {}) | self.stats.row()
+
+    def state_dict(self):
+        state = self.tracker.state_dict()
+        if self.crosscheck:
+            state["scales"] |= {name: scale.state_dict() for name, scale in self.crosscheck.scales.items()}
+        return state
+
+    def load_state_dict(self, state):
+        self.tracker.load_state_dict(state)
+        for name, scale in (self.crosscheck.scales if self.crosscheck else {}).items():
+            if name in state["scales"]:  # those of ranks are new where there was one process
+                scale.load_state_dict(state["scales"][name])
+
+
+def fetch(records):
+    """[Record] of several steps -> [{name: flat float64 array}], in one transfer."""
+    tensors = [t for record in records for t in record.numbers.values()]
+    flat = torch.cat([t.reshape(-1) for t in tensors]).cpu().double().numpy()
+    ends = np.cumsum([t.numel() for t in tensors]).tolist()
+    pieces = iter([flat[begin:end] for begin, end in zip([0, *ends], ends)])
+    return [{name: next(pieces) for name in record.numbers} for record in records]

@@ -1,0 +1,128 @@
+"""
+What a run says: its opening lines, the line of a logged step, and the closing words, from its log.
+"""
+
+import signal
+
+import torch
+
+import ln_kernel
+from trainer import log, noise
+
+
+def opening(run, parameters):
+    """What is about to be done, and what is not."""
+    config, ranks, step, data = run.config, run.ranks, run.step, run.data
+    impl, why = ln_kernel.choose_impl(torch.device(step.device))
+    several = f"{ranks.world} processes ({config.parallel}), each " if ranks.world > 1 else ""
+    goes_on = run.resumed or run.branched
+    yield (f"{log.count(parameters)} parameters on {step.device} in {str(step.dtype).removeprefix('torch.')}, "
+           f"{several}{torch.get_num_threads()} threads; matrix products reach {run.ceiling / 1e9:.0f} GFLOP/s; "
+           f"norm layers: {impl} ({why})")
+    yield (f"{data.meta['tokenizer']} tokens of {config.dataset}: {log.count(data.meta['train_tokens'])} to train on, "
+           f"{log.count(data.meta['val_tokens'])} to validate; {'resuming at' if goes_on else 'until'} "
+           f"{log.count(run.count.tokens if goes_on else run.end)} tokens; log and checkpoint in {config.out_dir}")
+    if not run.streams_go_on and config.dropout > 0:
+        yield "the checkpoint is from another number of processes: dropout draws anew from here, by seed, step and rank"
+    if config.gns_adam and config.gns != "off" and not step.adam:
+        yield ("gns_adam is off: with gns='exact' it needs Adam's second moment of every parameter whole on each process, "
+               "which parallel='fsdp' exists to avoid; gns='norm' has it")
+    if config.grad_stats and ranks.sharded:
+        yield "grad_stats without coherence: parallel='fsdp' never forms the gradient of one micro-batch whole"
+
+
+def diverged(run, steps):
+    config = run.config
+    return (f"stopped at step {run.count.step}: loss or gradient was not finite {steps} steps in a row. Try "
+            f"a lower learning_rate (now {config.learning_rate}), a longer warmup_tokens, grad_clip=1.0, "
+            f"dtype=float32 or cos_attn; the last good checkpoint is in {config.out_dir}")
+
+
+def stopped(run, number):
+    return (f"stopped by {signal.Signals(number).name} at step {run.count.step}; "
+            f"checkpoint saved in {run.config.out_dir}, --resume=True goes on from there")
+
+
+def describe(row, config, seconds_left):
+    """The line of a logged step."""
+    words = "gns off" if config.gns == "off" else "gns undetermined"
+    key = noise.shown([row])
+    if noise.noise(row, key):
+        words = "{} {:.3g} [{:.3g}, {:.3g}]".format("norm gns" if key == "gns/norm" else "gns", *noise.noise(row, key))
+    return (f"step {row['step']:>6} | {log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%} | "
+            f"loss {row['train/loss']:.4f} | batch {row['batch_size']:>3} | {words:<22} | "
+            f"{log.count(row['tok_per_sec']):>5} tok/s, mfu {row['mfu']:3.0%} | {log.duration(seconds_left)} left"
+            + (f" | {row['bad_steps']} steps skipped, not finite" if row["bad_steps"] else ""))
+
+
+def finished(run):
+    done = f"{run.config.out_dir} is finished: {log.count(run.count.tokens)} tokens in {run.count.step} steps"
+    return f"{done}\n{closing(run.config)}"
+
+
+def closing(config):
+    """What the run found, in words, from its log; draws report.png."""
+    import plot  # matplotlib is slow to import
+    rows = log.read(config.out_dir)
+    steps = [r for r in rows if "train/loss" in r]
+    val = [r["val/loss"] for r in rows if r.get("val/loss") is not None] or [float("nan")]
+    lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps, time "
+                 f"{log.duration(steps[-1]['seconds'])}; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
+    lines += noise_summary(steps, config) + [schedule_summary(rows, steps, config)]
+    lines.append(f"Picture: {plot.report(config.out_dir)}    Text: python sample.py {config.out_dir}")
+    return "\n".join(lines)
+
+
+def noise_summary(steps, config):
+    """Sentences about the noise scale: what it was, what batch it asks for, what the schedule did."""
+    if config.gns == "off":
+        return ["The noise scale was not measured (gns=off)."]
+    if config.batch_size == 1:
+        return ["A step of one example has no noise scale: give batch_size=2 or more to measure it."]
+    end, key = steps[-1], noise.shown(steps)
+    known = [row for row in steps if noise.noise(row, key)]
+    if not noise.noise(end, key):
+        return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
+                "Try a longer gns_half_life_tokens or a larger batch_size."]
+    g, low, high = noise.noise(end, key)
+    nearest = [min(known, key=lambda row: abs(row["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
+    path = {row["step"]: row for row in nearest if row is not end}.values()
+    over = "".join(f"{row[key]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']}), " for row in path)
+    B = end["batch_size"]
+    verdict = (f"{B / g:.1f} times that: steps are cleaner than they need to be, a smaller batch would learn more per token"
+               if B > 1.5 * g > 0 else
+               f"{g / B:.1f} times less: steps are noisy, a larger batch would cost few extra tokens and save steps"
+               if g > 1.5 * B else "about that: tokens and steps are well balanced")
+    lines = [f"Noise scale of {noise.NOISE[key]}, in sequences: {over}{g:.3g} at the end "
+             f"(95% interval {low:.3g} to {high:.3g}), which is {log.count(g * config.block_size)} tokens.",
+             f"It suggests a batch of about {max(2, round(g))} sequences. This run ended at {B}, {verdict}."]
+    if key == "gns/calibrated":
+        factor, low, high = (end[f"gns/calibration{suffix}"] for suffix in ("", "_low", "_high"))
+        lines.append(f"It is the norm layers' {end['gns/norm']:.3g} times {factor:.2f} (95% interval {low:.2f} to {high:.2f}), "
+                     "measured by exact steps on the way.")
+    elif config.gns == "norm":
+        lines.append("The whole model's noise scale is proportional to the norm layers', not equal to it: "
+                     "gns_calibrate_tokens measures the factor.")
+    return lines
+
+
+def schedule_summary(rows, steps, config):
+    """A sentence about the batches of the run, beside those that the noise scale asked for."""
+    first, last = steps[0]["batch_size"], steps[-1]["batch_size"]
+    text = f"The schedule ({config.batch_schedule}) " + (
+        f"kept the batch at {last}" if all(r["batch_size"] == last for r in steps) else
+        f"took the batch from {first} to {last}")
+    key = noise.shown(steps)
+    known = [(row["tokens"] - before["tokens"], row["batch_size"] / row[key])
+             for before, row in zip([{"tokens": 0}, *steps], steps) if row.get(key)]
+    if known:
+        total = sum(tokens for tokens, _ in known)
+        above, below = (sum(t for t, r in known if test(r)) / total for test in (lambda r: r > 2, lambda r: r < 0.5))
+        text += (f"; of the tokens with a known noise scale, {above:.0%} were read in batches above twice it and "
+                 f"{below:.0%} in batches below half of it")
+    moves = [(r["event"].split(":")[0].removeprefix("batch "), r["tokens"]) for r in rows
+             if r.get("event", "").startswith("batch ") and " -> " in r["event"]]
+    if config.batch_schedule == "gns":
+        text += (f". The controller moved it {len(moves)} time{'s' if len(moves) != 1 else ''}"
+                 + (": " + ", ".join(f"{move} at {log.count(tokens)}" for move, tokens in moves) if moves else ""))
+    return text + "."

@@ -1,0 +1,118 @@
+"""
+A rank that is killed takes the run with it, within seconds and in words.
+
+gloo notices at once (the connection breaks); NCCL would wait for its timeout. So each rank has a thread that counts a number
+up in the store of the rendezvous and looks at its neighbour's; one that has stood still for Watchdog.LIMIT seconds ends the
+run. It needs no launcher: ranks started by hand or by srun are watched just as well. torchrun, where it is there, ends the
+others faster, and with --max-restarts starts all again; resume='auto' then goes on from the last checkpoint.
+"""
+
+import datetime
+import os
+import sys
+import threading
+import time
+
+import torch.distributed as dist
+
+TIMEOUT = datetime.timedelta(minutes=30)  # of a collective: longer than rank 0 may take to write a checkpoint
+
+
+def connect(keeps_store=False):
+    """The store where ranks meet: torchrun keeps it, or else rank 0. torchrun may keep it over a restart, with the addresses of
+    dead ranks in it (its static rendezvous, torch 2.13), so every attempt has keys of its own."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=keeps_store, timeout=TIMEOUT,
+                          wait_for_workers=False)
+    return dist.PrefixStore(f"rightbatch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+class Watchdog(threading.Thread):
+    """Ends this process, in words, when another one of the run is gone. Keys in the store: beat/<rank>, a number that a living
+    rank counts up; dead, what happened, once somebody knows; error/<rank>, what a rank is about to leave with."""
+
+    BEAT = 1.0  # seconds
+    LIMIT = 30.0  # standing still for so long is death; a busy machine may stall a thread for some seconds
+
+    def __init__(self, rank, world):
+        super().__init__(daemon=True, name="watchdog")
+        self.rank, self.world, self.closing, self.lock = rank, world, threading.Event(), threading.Lock()
+        self.store = connect()  # of its own: the group's is busy while the main thread waits for something in it
+        self.store.set(f"beat/{rank}", "0")
+        for other in range(world):
+            self.store.wait([f"beat/{other}"], datetime.timedelta(seconds=60))
+        self.start()
+
+    def run(self):
+        """Each rank looks at the next one only; what it finds goes to all through `dead`."""
+        neighbour = (self.rank + 1) % self.world
+        beat, seen, since = 0, None, time.monotonic()
+        while not self.closing.wait(self.BEAT):
+            beat += 1
+            try:
+                self.store.set(f"beat/{self.rank}", str(beat))
+                now = self.store.get(f"beat/{neighbour}")
+                dead = self.store.get("dead").decode() if self.store.check(["dead"]) else None
+            except RuntimeError:
+                if self.closing.is_set():
+                    return
+                self.end("rank 0 (or the launcher), which keeps the rendezvous, is gone")
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self.LIMIT:
+                dead = dead or f"rank {neighbour} has not answered for {self.LIMIT:.0f} seconds"
+                self.tell(dead)
+            if dead:
+                time.sleep(2 * self.BEAT)  # the main thread may be about to say it better, or be the one that failed
+                self.end(dead)
+
+    def tell(self, what):
+        try:
+            if not self.store.check(["dead"]):
+                self.store.set("dead", what)
+        except RuntimeError:
+            pass
+
+    def who_died(self):
+        """After a broken connection: who stands still. Takes some beats."""
+        def beats():
+            return [self.store.get(f"beat/{r}") for r in range(self.world)]
+        try:
+            before = beats()
+            for _ in range(5):
+                time.sleep(self.BEAT)
+                if self.store.check(["dead"]):
+                    return self.store.get("dead").decode()
+            still = [str(r) for r, (a, b) in enumerate(zip(before, beats())) if a == b]
+        except RuntimeError:
+            return "rank 0 (or the launcher), which keeps the rendezvous, is gone"
+        if not still:
+            return None
+        self.tell(f"rank {' and rank '.join(still)} died (killed, or failed: its own output says why)")
+        return self.store.get("dead").decode()
+
+    def errors(self, mine):
+        """What the ranks leave with, as far as known within three seconds: {rank: message}."""
+        found = {}
+        try:
+            self.store.set(f"error/{self.rank}", mine)
+            deadline = time.monotonic() + 3
+            while len(found) < self.world and time.monotonic() < deadline:
+                for r in range(self.world):
+                    if r not in found and self.store.check([f"error/{r}"]):
+                        found[r] = self.store.get(f"error/{r}").decode()
+                time.sleep(0.05)
+            self.tell(f"rank {self.rank} left: {mine}")
+        except RuntimeError:
+            pass
+        return found
+
+    def end(self, what):
+        with self.lock:  # one thread speaks, and does not come back
+            print(f"rank {self.rank} of {self.world}: {what}; this process ends, too. The same command with --resume=auto goes "
+                  "on from the last checkpoint", file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            os._exit(1)
+
+    def close(self):
+        self.closing.set()
+        self.join()
