@@ -16,37 +16,22 @@ import torch
 import bench
 import configurator
 from model import GPT, GPTConfig
-from rightbatch.tracker import Tracker
 from trainer import batches, hardware
-from trainer.grad_stats import GradStats
+from trainer.distributed import Ranks
+from trainer.step import TrainingStep
 
 
 def one_step(config, data, accum, measured):
-    """A step of train.py, as a variant for bench.interleave."""
+    """A step of train.py, as a variant for interleave."""
     torch.manual_seed(config.seed)
-    shared = {k: v for k, v in vars(config).items() if k in GPTConfig.__dataclass_fields__}
-    model = GPT(GPTConfig(vocab_size=data.vocab_size, **shared))
-    optimizer = torch.optim.AdamW(model.parameter_groups(config.weight_decay), lr=1e-4, fused=True)
-    tracker, stats = Tracker(model, optimizer, config, "cpu"), GradStats(model, optimizer, config)
-    one, size, parameters = torch.ones(()), config.micro_batch_size, list(model.parameters())
+    step = TrainingStep(GPT(GPTConfig.of(vars(config), data.vocab_size)), config, Ranks(), "cpu", torch.float32)
+    size = config.micro_batch_size
 
     def run():
         start = time.perf_counter()
-        probes = tracker.begin(1, 2)
-        stats.begin(accum, measured)
-        total = torch.zeros(())
-        for micro in range(accum):
-            _, loss = model(*data.train_batch(0, micro * size, size, "cpu"), **probes)
-            (loss / accum).backward()
-            total += loss.detach() / accum
-            tracker.take(probes, accum)
-            stats.take(None, one)
-        record = tracker.finish(total, one)
-        stats.before_update()
-        torch._foreach_mul_([p.grad for p in parameters], torch.clamp(1 / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0))
-        optimizer.step()
-        stats.after_update()
-        optimizer.zero_grad(set_to_none=True)
+        micro_batches = (data.train_batch(0, micro * size, size, "cpu") for micro in range(accum))
+        step.accumulate(micro_batches, accum, 1, 2, measured)
+        step.update(1e-4, config.beta2, config.weight_decay)
         return {"step": time.perf_counter() - start}
     return run
 
@@ -66,8 +51,7 @@ def main(argv=None):
     hardware.prepare_cpu()
     variants = {name: one_step(config, data, args.accum, on) for name, on in (("off", False), ("grad_stats", True))}
     samples = bench.interleave(variants, args.bench_seconds)
-    gradient = sum(p.numel() * 4 for p in GPT(GPTConfig(vocab_size=data.vocab_size, **{
-        k: v for k, v in vars(config).items() if k in GPTConfig.__dataclass_fields__})).parameters())
+    gradient = 4 * GPT(GPTConfig.of(vars(config), data.vocab_size)).parameter_count()
     rows = {name: {**bench.spread(s["step"]), **bench.paired(s["step"], samples["off"]["step"]),
                    "peak_bytes": bench.peak_bytes(variants[name])} for name, s in samples.items()}
     r = rows["grad_stats"]

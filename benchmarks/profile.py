@@ -118,32 +118,46 @@ def hook_backward(loss, clock):
 
 
 def profiled(step, batch):
-    """One step of bench_tools.Step, in parts: {(phase, part): seconds}."""
-    clock, tracker = Clock(), step.tracker
+    """One step of tools.Step, in parts: {(phase, part): seconds}."""
+    clock, inner = Clock(), step.inner
     clock.part_of_parameter = {id(p): parameter_part(name) for name, p in step.model.named_parameters()}
     clock.resume("data", "rest")
     x, y = batch()
     clock.switch("tracking")
-    measure = tracker.begin(1, 2)
-    clock.switch("other", "forward")
-    with watched(step.model, clock):
-        with step.autocast:
-            loss = step.model(x, y, **measure)[1]
-        clock.switch(None)
-        handles = hook_backward(loss, clock)
-        clock.resume("other", "backward")
-        loss.backward()
-    clock.switch("tracking", "rest")
-    tracker.take(measure, 1)
-    record = tracker.finish(loss.detach(), step.one)
-    clock.switch("optimizer")
-    bench_tools.clip_and_step(step.optimizer, step.parameters, record["param_sq"].sum())
-    clock.switch("tracking")
-    step.absorb(record)
+    with watched(step.model, clock), switching(inner, clock):
+        step.step(x, y)
     clock.switch(None)
-    for handle in handles:
-        handle.remove()
     return dict(clock.seconds)
+
+
+@contextlib.contextmanager
+def switching(inner, clock):
+    """A TrainingStep whose forward, backward and update switch the clock."""
+    handles, forward, backward, update = [], inner.forward, inner.backward, inner.optimizer.clip_and_step
+
+    def timed_forward(x, y):
+        clock.switch("other", "forward")
+        loss = forward(x, y)
+        clock.switch(None)
+        handles.extend(hook_backward(loss, clock))
+        clock.resume("other", "backward")
+        return loss
+
+    def timed_backward(loss):
+        backward(loss)
+        clock.switch("tracking", "rest")
+
+    def timed_update(record):
+        clock.switch("optimizer")
+        update(record)
+        clock.switch("tracking")
+    inner.forward, inner.backward, inner.optimizer.clip_and_step = timed_forward, timed_backward, timed_update
+    try:
+        yield
+    finally:
+        del inner.forward, inner.backward, inner.optimizer.clip_and_step  # the class's own are there again
+        for handle in handles:
+            handle.remove()
 
 
 def flops(shape, micro):

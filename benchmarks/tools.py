@@ -18,8 +18,8 @@ import torch
 
 from configurator import Config
 from model import GPT, GPTConfig, Norm
-from rightbatch.tracker import Tracker
 from trainer import distributed, hardware
+from trainer.step import TrainingStep, fetch
 
 MODELS = {  # GPTConfig, micro-batch
     "quickstart": (dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=256), 8),
@@ -84,7 +84,7 @@ def command():
     return " ".join(["python", os.path.basename(sys.argv[0]), *words])
 
 
-# ---- our training step, with the parts of train.py
+# ---- training steps
 
 
 def batch_of(shape, micro, number=0):
@@ -97,29 +97,25 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
-def clip_and_step(optimizer, parameters, total_sq=None):
-    """As train.py: the fused kernel divides by grad_scale, which is how gradients are clipped."""
-    total_sq = torch.stack(torch._foreach_norm([p.grad for p in parameters])).square().sum() if total_sq is None else total_sq
-    optimizer.grad_scale = torch.clamp(total_sq.sqrt() + 1e-6, min=1.0)
+def clip_and_step(optimizer, parameters):
+    """For steps that are not ours: clipped inside the fused kernel, as ours are."""
+    total = torch.stack(torch._foreach_norm([p.grad for p in parameters])).norm()
+    optimizer.grad_scale = torch.clamp(total + 1e-6, min=1.0)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
 class Step:
-    """One optimizer step of one micro-batch (on each of the ranks, under DDP), with the parts of train.py. Steps to be compared
-    share the model and the optimizer of one of them (`like`): where a model lies in memory is worth a per cent."""
+    """train.py's step on one micro-batch (of each process, under DDP). What train.py does with the numbers of each step at its
+    logged steps is done after each here, so that each is charged; the log line itself is not. `like`: see TrainingStep."""
 
     def __init__(self, shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32, ranks=None, like=None):
         torch.manual_seed(0)
-        self.shape, self.micro, self.ranks, self.norm_impl = shape, micro, ranks or distributed.Ranks(), norm_impl
-        config = Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro)
+        self.norm_impl, self.ranks, self.tokens = norm_impl, ranks or distributed.Ranks(), micro * shape["block_size"]
+        config = Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro, learning_rate=1e-4)
         self.model = like.model if like else GPT(GPTConfig(**shape))
-        self.parameters = list(self.model.parameters())
-        self.run_model = like.run_model if like else self.ranks.wrap(self.model, config, dtype)
-        self.optimizer = like.optimizer if like else adamw(self.model.parameter_groups(0.1))
+        self.inner = TrainingStep(self.model, config, self.ranks, "cpu", dtype, like=like and like.inner)
         self.norms = [module for module in self.model.modules() if isinstance(module, Norm)]
-        self.tracker = Tracker(self.model, self.optimizer, config, "cpu", self.ranks)
-        self.one, self.autocast = torch.ones(()), hardware.autocast("cpu", dtype)
         self.batch = batch_of(shape, micro)
 
     def __call__(self):
@@ -128,20 +124,11 @@ class Step:
         return {"step": time.perf_counter() - start}
 
     def step(self, x, y):
+        """Returns the loss."""
         for norm in self.norms:
             norm.impl = self.norm_impl
-        measure = self.tracker.begin(1, 2)
-        with self.autocast:
-            loss = self.run_model(x, y, **measure)[1]
-        loss.backward()
-        self.tracker.take(measure, 1)
-        record = self.tracker.finish(loss.detach(), self.one)
-        clip_and_step(self.optimizer, self.parameters, record["param_sq"].sum())
-        self.absorb(record)
-        return record["loss"]
-
-    def absorb(self, record):
-        """What train.py does with the numbers of every step at its logged steps: here after each, so that each is charged. The
-        log line itself (tracker.row) is not."""
-        values, = self.tracker.fetch([record])
-        self.tracker.absorb(values, self.tracker.mode, self.micro * self.ranks.world, self.micro * self.shape["block_size"])
+        config = self.inner.config
+        self.inner.accumulate([(x, y)], 1, 1, 1 + self.tokens)
+        record = self.inner.update(config.learning_rate, config.beta2, config.weight_decay)
+        self.inner.absorb(*fetch([record]), record)
+        return record.numbers["loss"]

@@ -97,10 +97,7 @@ def measure(spec):
     import torch
 
     import configurator
-    from model import GPT, GPTConfig
-    from rightbatch.tracker import Tracker
     from trainer import batches, hardware
-    from trainer.grad_stats import GradStats
 
     config = configurator.Config(**{k: configurator.coerce(k, v, "trial") for k, v in spec["config"].items()})
     accum = spec["accum"]
@@ -116,62 +113,55 @@ def measure(spec):
     limit_memory(spec["memory_limit"], device)
     before = memory_now()
 
-    torch.manual_seed(config.seed)
-    shared = {k: v for k, v in vars(config).items() if k in GPTConfig.__dataclass_fields__}
-    model = GPT(GPTConfig(vocab_size=data.vocab_size, **shared)).to(device)
-    run_model = torch.compile(model) if config.compile == "True" else model
-    optimizer = torch.optim.AdamW(model.parameter_groups(config.weight_decay), lr=config.learning_rate,
-                                  betas=(config.beta1, config.beta2), fused=True)
-    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
-    tracker, stats = Tracker(model, optimizer, config, device), GradStats(model, optimizer, config)
-    autocast, parameters = hardware.autocast(device, dtype), list(model.parameters())
+    step = build_step(config, data, device, dtype)
 
-    def step(number, accum=accum):
-        """As in train.py; (seconds of the micro-steps, of the rest)."""
-        hardware.synchronize(device)
-        start = clock()
-        measured = tracker.begin(number, number + 1)
-        stats.begin(accum, config.grad_stats)
-        loss_scale = scaler.scale(torch.ones((), device=device))
-        loss_sum = torch.zeros((), device=device)
-        for micro in range(accum):
-            x, y = data.train_batch(config.seed, micro * config.micro_batch_size, config.micro_batch_size, device)
-            with autocast:
-                _, loss = run_model(x, y, **measured)
-            scaler.scale(loss / accum).backward()
-            loss_sum += loss.detach() / accum
-            tracker.take(measured, accum)
-            stats.take(tracker.held, loss_scale)
-        hardware.synchronize(device)
-        middle = clock()
-        tracker.release()
-        scaler.unscale_(optimizer)
-        record = tracker.finish(loss_sum, loss_scale)
-        stats.before_update()
-        clip = torch.clamp(1.0 / (record["param_sq"].sum().sqrt() + 1e-6), max=1.0)
-        torch._foreach_mul_([p.grad for p in parameters], clip)
-        scaler.step(optimizer)
-        scaler.update()
-        stats.after_update()
-        optimizer.zero_grad(set_to_none=True)
-        hardware.synchronize(device)
-        return middle - start, clock() - middle
+    def timed(before, accum=accum):
+        """(seconds of the micro-steps, of the rest); before: the tokens that the run has seen."""
+        return timed_step(step, data, accum, before, clock)
 
     first = spec.get("warmup_accum", accum)
-    warmup = sum(step(0, first)) + (sum(step(1)) if config.compile == "True" else 0)  # exact, then plain: two graphs
+    warmup = sum(timed(0, first)) + (sum(timed(1)) if config.compile == "True" else 0)  # exact, then plain: two graphs
     times, end = [], time.perf_counter() + spec["seconds"]
     while len(times) < MIN_STEPS or (time.perf_counter() < end and len(times) < 200):
-        times.append(step(1))
+        times.append(timed(1))
     micro, update = (min(t[i] for t in times) for i in (0, 1))  # the fastest: whatever else the machine does only adds
     tokens = config.micro_batch_size * config.block_size * accum
-    flops = model.flops_per_token() * tokens
+    flops = step.model.flops_per_token() * tokens
     return {"micro_step_ms": 1e3 * micro / accum, "update_ms": 1e3 * update, "tok_per_sec": tokens / (micro + update),
             "tok_per_sec_micro": tokens / micro, "ceiling": flops / micro / ceiling, "matmul_gflops": ceiling / 1e9,
             "update_share": update / (micro + update), "steps": len(times), "warmup_s": warmup,
             "slowest_micro_step_ms": 1e3 * max(t[0] for t in times) / accum,
             "clock": "the thread's own time" if alone else "wall",
-            "gradient_bytes": sum(p.numel() * p.element_size() for p in parameters),
-            **peak_memory(device, before, lambda: step(0, first), optimizer)}
+            "gradient_bytes": sum(p.numel() * p.element_size() for p in step.model.parameters()),
+            **peak_memory(device, before, lambda: timed(0, first), step.optimizer)}
+
+
+def build_step(config, data, device, dtype):
+    """Model and step as train.py makes them for one process."""
+    import torch
+
+    from model import GPT, GPTConfig
+    from trainer.distributed import Ranks
+    from trainer.step import TrainingStep
+    torch.manual_seed(config.seed)
+    model = GPT(GPTConfig.of(vars(config), data.vocab_size)).to(device)
+    return TrainingStep(model, config, Ranks(device=device), device, dtype)
+
+
+def timed_step(step, data, accum, before, clock):
+    """One step of train.py from the first examples on; (seconds of its micro-steps, of the rest)."""
+    from trainer import hardware
+    from trainer.step import fetch
+    config, size, device = step.config, step.config.micro_batch_size, step.device
+    hardware.synchronize(device)
+    start = clock()
+    micro_batches = (data.train_batch(config.seed, micro * size, size, device) for micro in range(accum))
+    step.accumulate(micro_batches, accum, before, before + accum * size * config.block_size, config.grad_stats)
+    hardware.synchronize(device)
+    middle = clock()
+    record = step.update(config.learning_rate, config.beta2, config.weight_decay)
+    step.absorb(*fetch([record]), record)  # train.py does this for all steps of a log line at once
+    return middle - start, clock() - middle
 
 
 def limit_memory(limit, device):
@@ -212,7 +202,8 @@ def peak_memory(device, before, step, optimizer):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     try:
         from bench import peak_bytes
-        state = [t for group in optimizer.param_groups for p in group["params"] for t in (p, *optimizer.state[p].values())]
+        state = [t for part in optimizer.parts for group in part.param_groups for p in group["params"]
+                 for t in (p, *part.state[p].values())]
         allocated = sum(t.numel() * t.element_size() for t in state) + peak_bytes(step, warm_up=False)
     except (MemoryError, RuntimeError):  # the profiler found no room under the limit
         allocated = None
