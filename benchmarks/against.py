@@ -20,13 +20,12 @@ import time
 
 import torch
 
-from benchmarks import tools as bench_tools
-from benchmarks.tools import Step, batch_of, quartiles, spread, write_json
-from configurator import ConfigError, die
+from benchmarks.tools import MODELS, Step, batch_of, plain, quartiles, spread, write_json
+from configurator import ConfigError
 from model import GPT, GPTConfig
 from trainer import hardware
 
-LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0  # as bench_tools.adamw
+LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0  # as tools.adamw
 LOSS_STEPS = 5  # the losses of so many steps from the same weights are compared
 LOSS_TOLERANCE = 1e-4  # nats: rounding gives 1e-6; a wrong weight, mask or scale 1e-2 and more
 NAMES = {"wte": "transformer.wte", "wpe": "transformer.wpe", "h": "transformer.h", "ln_f": "transformer.ln_f",
@@ -167,7 +166,7 @@ class Side:
 
 def compare(name, path, dtype, threads, seconds, rounds, turn_seconds=1.0):
     """Tokens/s of both sides over rounds of one turn each, and the losses of the first steps."""
-    shape, micro = bench_tools.MODELS[name]
+    shape, micro = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
         weights = os.path.join(folder, "weights.pt")
         torch.manual_seed(0)
@@ -212,19 +211,14 @@ def table(name, row):
     return "\n".join(lines)
 
 
-def against(args):
+def run(args):
     """Exit code 1 where losses in float32 disagree: then the times are of two different models."""
     torch.set_num_threads(min(torch.get_num_threads(), hardware.usable_cores()))
     threads, report, dtype = torch.get_num_threads(), {}, hardware.pick_dtype(args.dtype, "cpu")
-    try:
-        their_module(args.against)
-        for name in args.models.split(","):
-            report[name] = compare(name, args.against, dtype, threads, args.seconds, args.rounds)
-            print(f"{threads} threads, load {os.getloadavg()[0]:.1f}; ours in {bench_tools.plain(dtype)} with gns=norm, theirs "
-                  "in float32\n"
-                  + table(name, report[name]), flush=True)
-            write_json(args.out, {"threads": threads, "dtypes": {"ours": bench_tools.plain(dtype), "theirs": "float32"},
-                                  "models": report})
-    except ConfigError as e:
-        die(e)
+    their_module(args.against)
+    for name in args.models.split(","):
+        report[name] = compare(name, args.against, dtype, threads, args.seconds, args.rounds)
+        print(f"{threads} threads, load {os.getloadavg()[0]:.1f}; ours in {plain(dtype)} with gns=norm, theirs in float32\n"
+              + table(name, report[name]), flush=True)
+        write_json(args.out, {"threads": threads, "dtypes": {"ours": plain(dtype), "theirs": "float32"}, "models": report})
     return 0 if all(row["losses_agree"] for row in report.values()) else 1

@@ -14,13 +14,20 @@ import sys
 import tempfile
 import time
 
-from benchmarks.tools import interleave, paired, quartiles, spread, write_json
-from configurator import die
+from benchmarks.tools import ROOT, interleave, paired, quartiles, spread, write_json
+from configurator import ConfigError
 from data import tokens
 from data.text.prepare import prepare
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PART = tokens.UNIT  # characters per part of tiktoken's batch: as many as ours, so that cores finish together
+
+
+def arguments(parser):
+    parser.add_argument("--text", required=True, help="a UTF-8 text, which is repeated")
+    parser.add_argument("--megabytes", type=float, default=10.0, help="of text for the rates; memory also with ten times that")
+    parser.add_argument("--seconds", type=float, default=20.0, help="at least")
+    parser.add_argument("--rounds", type=int, default=5, help="at least so many")
+    parser.add_argument("--out", default="results/data.json")
 
 
 def repeat(source, target, n_bytes):
@@ -28,7 +35,7 @@ def repeat(source, target, n_bytes):
     with open(source, "rb") as f:
         text = f.read(n_bytes)
     if not text.strip():
-        die(f"--text={source}: is empty")
+        raise ConfigError(f"--text={source}: is empty")
     text += b"" if text.endswith(b"\n") else b"\n"
     with open(target, "wb") as f:
         while f.tell() < n_bytes:
@@ -81,22 +88,22 @@ def peak_memory(path, folder):
             print(1024 * int(line.split()[1]))
         else:
             print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"""
-    run = subprocess.run([sys.executable, "-c", code, path, folder], cwd=ROOT, capture_output=True, text=True)
-    if run.returncode:
-        die(run.stderr.strip().splitlines()[-1])
-    return int(run.stdout)
+    process = subprocess.run([sys.executable, "-c", code, path, folder], cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        raise ConfigError(process.stderr.strip().splitlines()[-1])
+    return int(process.stdout)
 
 
-def data(args):
+def run(args):
     if not os.path.isfile(args.text):
-        die(f"--text={args.text}: no such file")
+        raise ConfigError(f"--text={args.text}: no such file")
     with tempfile.TemporaryDirectory() as folder:
         small, large = (os.path.join(folder, f"{name}.txt") for name in ("small", "large"))
         sizes = [repeat(args.text, small, int(args.megabytes * 1e6)), repeat(args.text, large, int(args.megabytes * 1e7))]
         try:
             speed = rates(small, folder, args.seconds, args.rounds)
         except tokens.PrepareError as e:
-            die(e)
+            raise ConfigError(e) from None
         memory = [peak_memory(path, os.path.join(folder, f"out{i}")) for i, path in enumerate((small, large))]
     print(f"{speed['megabytes']:.1f} MB of text, {tokens.cores()} cores, {speed['ours']['n']} rounds; MB/s: median (quartiles)")
     for name in ("ours", "tiktoken"):

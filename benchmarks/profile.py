@@ -28,13 +28,22 @@ import numpy as np
 import torch
 
 import configurator
-from benchmarks import tools as bench_tools
-from benchmarks.tools import Step, interleave, spread, write_json
-from configurator import ConfigError, die
+from benchmarks.tools import MODELS, Step, interleave, plain, spread, write_json
+from configurator import ConfigError
 from model import GPTConfig
 from trainer import batches, hardware
 
 PARTS = ("data", "embedding", "norms", "attention", "MLP", "head + loss", "tracking", "optimizer", "other")
+
+
+def arguments(parser):
+    parser.add_argument("--models", default="char", help=f"some of {', '.join(MODELS)}, or config files, by comma")
+    parser.add_argument("--gns", default="norm", choices=("off", "norm", "exact"))
+    parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: as train.py picks it")
+    parser.add_argument("--micro", type=int, default=0, help="micro-batch; default: the model's own")
+    parser.add_argument("--seconds", type=float, default=20.0, help="per model, at least")
+    parser.add_argument("--rounds", type=int, default=7, help="at least so many per model")
+    parser.add_argument("--out", default="results/profile.json")
 
 
 class Clock:
@@ -170,11 +179,11 @@ def flops(shape, micro):
 
 def model_of(name, micro):
     """(shape, micro-batch) of a bench model or a config file."""
-    if name in bench_tools.MODELS:
-        shape, usual = bench_tools.MODELS[name]
+    if name in MODELS:
+        shape, usual = MODELS[name]
         return shape, micro or usual
     if not os.path.isfile(name):
-        raise ConfigError(f"--models={name}: expected one of {', '.join(bench_tools.MODELS)}, or a config file")
+        raise ConfigError(f"--models={name}: expected one of {', '.join(MODELS)}, or a config file")
     config = configurator.parse([name])
     names = {f.name for f in dataclasses.fields(GPTConfig)} & set(configurator.FIELDS)
     try:
@@ -213,7 +222,7 @@ def profile_model(name, mode, dtype, micro, seconds, rounds):
             number += micro
             return data.train_batch(0, number, micro, "cpu")
 
-        def plain():
+        def unhooked():
             start = time.perf_counter()
             step.step(*batch())
             return {"step": time.perf_counter() - start}
@@ -222,7 +231,7 @@ def profile_model(name, mode, dtype, micro, seconds, rounds):
             found.append(profiled(step, batch))
             return {"step": sum(found[-1].values())}
         before = hardware.matmul_ceiling("cpu", dtype)
-        samples = interleave({"plain": plain, "profiled": in_parts}, seconds, rounds)
+        samples = interleave({"plain": unhooked, "profiled": in_parts}, seconds, rounds)
         ceiling = max(before, hardware.matmul_ceiling("cpu", dtype))
     times, work = middle(found[2:]), flops(shape, micro)
     total = sum(times.values())
@@ -232,7 +241,7 @@ def profile_model(name, mode, dtype, micro, seconds, rounds):
     for row in rows.values():
         row |= {"share": row["ms"] / (1e3 * total), "mfu": row["flops"] / (row["ms"] / 1e3 * ceiling) if row["flops"] else None}
     medians = {variant: spread(phases["step"]) for variant, phases in samples.items()}
-    return {"gns": mode, "dtype": bench_tools.plain(dtype), "micro_batch": micro, "shape": shape, "parts": rows,
+    return {"gns": mode, "dtype": plain(dtype), "micro_batch": micro, "shape": shape, "parts": rows,
             "step_ms": 1e3 * total, "ceiling_flops": ceiling, "mfu": sum(work.values()) / (total * ceiling),
             "tokens_per_second": micro * shape["block_size"] / total, **medians,
             "overhead": medians["profiled"]["median_ms"] / medians["plain"]["median_ms"] - 1}
@@ -256,14 +265,10 @@ def table(name, report):
     return "\n".join(lines)
 
 
-def profile(args):
+def run(args):
     hardware.prepare_cpu()
-    report = {}
-    try:
-        for name in args.models.split(","):
-            report[name] = profile_model(name, args.gns, hardware.pick_dtype(args.dtype, "cpu"), args.micro, args.seconds,
-                                         args.rounds)
-            print(table(name, report[name]), flush=True)
-    except ConfigError as e:
-        die(e)
+    report, dtype = {}, hardware.pick_dtype(args.dtype, "cpu")
+    for name in args.models.split(","):
+        report[name] = profile_model(name, args.gns, dtype, args.micro, args.seconds, args.rounds)
+        print(table(name, report[name]), flush=True)
     write_json(args.out, {"threads": torch.get_num_threads(), "models": report})

@@ -1,8 +1,9 @@
 """
-What the benchmarks share: taking turns, medians and quartiles, the models that are timed, and our training step on them.
-bench.py is the command line.
+What the benchmarks share: taking turns, medians and quartiles, peak memory, the models that are timed, and our training step on
+them.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -21,6 +22,8 @@ from model import GPT, GPTConfig, Norm
 from trainer import distributed, hardware
 from trainer.step import TrainingStep, fetch
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+BENCH, TRAIN = (os.path.join(ROOT, name) for name in ("bench.py", "train.py"))
 MODELS = {  # GPTConfig, micro-batch
     "quickstart": (dict(n_layer=4, n_head=4, n_embd=128, block_size=128, vocab_size=256), 8),
     "char": (dict(n_layer=6, n_head=6, n_embd=384, block_size=256, vocab_size=65), 12),
@@ -67,6 +70,34 @@ def geomean(values):
 
 def plain(dtype):
     return str(dtype).removeprefix("torch.")
+
+
+def peak_bytes(run, warm_up=True):
+    """Largest number of bytes that torch's CPU allocator held during one step, above what it held before: exact, unlike RSS."""
+    from torch.profiler import ProfilerActivity, profile
+    if warm_up:
+        run()
+    with silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        run()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = peak = 0
+    for e in sorted(events, key=lambda e: e.start_ns()):
+        held += e.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@contextlib.contextmanager
+def silent_stderr():
+    """The profiler's C++ side chats on file descriptor 2."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def write_json(path, report):

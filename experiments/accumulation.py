@@ -18,8 +18,7 @@ import numpy as np
 from common import Runs, parse, write
 
 import gns
-import plot
-from trainer import log
+from plots import style
 
 PAPER = ("The paper: the noise scale N tells what a larger batch gains, |G_B|^2 = |G|^2 (1 + N / B): well below N accumulation "
          "halves the noise with each doubling, beyond N it adds little.")
@@ -78,10 +77,10 @@ def growth(rows, m):
             for n, value in sorted(norms.items())]
 
 
-def finding(table, grown, losses):
-    """What came out, in one sentence; table [quality() per count], losses {rule: [final loss per count]}."""
-    first, last, one = table[0], table[-1], grown[0]
-    seen = [t for t in table if t["coherence"] is not None]
+def finding(measured, grown, losses):
+    """What came out, in one sentence; measured [quality() per count], losses {rule: [final loss per count]}."""
+    first, last, one = measured[0], measured[-1], grown[0]
+    seen = [t for t in measured if t["coherence"] is not None]
     text = (f"Here: at the same weights the mean gradient's norm falls from {one['norm']:.3g} for {one['examples']} sequences "
             f"to {grown[-1]['norm']:.3g} for {grown[-1]['examples']}")
     if one["predicted"]:
@@ -97,25 +96,25 @@ def finding(table, grown, losses):
             f"{end[best] - base:+.3f} nats from batch x 1 ({others}).")
 
 
-def draw(path, table, grown, losses, curves):
-    plt = plot.pyplot()
+def draw(path, measured, grown, losses, curves):
+    plt = style.pyplot()
     figure, ((norm, coherence), (final, over)) = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
-    batches, blue, red, green = [t["batch_size"] for t in table], *plot.COLORS[:3]
+    batches, blue, red, green = [t["batch_size"] for t in measured], *style.COLORS[:3]
     n = [g["examples"] for g in grown]
     norm.plot(n, [g["norm"] for g in grown], "o-", color=blue, label="measured, in the largest batch")
     norm.plot(n, [g["predicted"] or np.nan for g in grown], "s--", color=red, mfc="none", ms=9,
               label="by the noise scale: |G| sqrt(1 + N / n)")
-    norm.plot(batches, [t["norm"] for t in table], "^:", color=green, label="whole batches of that size, runs of their own")
+    norm.plot(batches, [t["norm"] for t in measured], "^:", color=green, label="whole batches of that size, runs of their own")
     for color, key, label in ((blue, "coherence", "cosine of neighbouring micro-batches"),
                               (green, "snr", "Adam's signal to noise")):
-        have = [t for t in table if t[key] is not None]
+        have = [t for t in measured if t[key] is not None]
         coherence.plot([t["batch_size"] for t in have], [t[key] for t in have], "o-", color=color, label=label)
-    coherence.plot(batches, [t["coherence_predicted"] or np.nan for t in table], "s--", color=red, mfc="none", ms=9,
+    coherence.plot(batches, [t["coherence_predicted"] or np.nan for t in measured], "s--", color=red, mfc="none", ms=9,
                    label="cosine by the noise scale: 1 / (1 + N / m)")
-    over.plot(*plot.series(curves["first"], "val/loss"), "o-", ms=4, color=plot.COLORS[6], label=f"batch {batches[0]}")
-    for color, (rule, values) in zip(plot.COLORS, losses.items()):
+    over.plot(*style.series(curves["first"], "val/loss"), "o-", ms=4, color=style.COLORS[6], label=f"batch {batches[0]}")
+    for color, (rule, values) in zip(style.COLORS, losses.items()):
         final.plot(batches, values, "o-", color=color, label=f"learning rate scaled: {rule}")
-        over.plot(*plot.series(curves[rule], "val/loss"), "o-", ms=4, color=color, label=f"batch {batches[-1]}, {rule}")
+        over.plot(*style.series(curves[rule], "val/loss"), "o-", ms=4, color=color, label=f"batch {batches[-1]}, {rule}")
     tail = [r["val/loss"] for rows in curves.values() for r in rows
             if "val/loss" in r and r["tokens"] > 0.15 * rows[-1]["tokens"]]
     over.set_ylim(min(tail) - 0.1, max(tail) + 0.1)
@@ -131,9 +130,8 @@ def draw(path, table, grown, losses, curves):
             ax.set_xticks(batches, [str(b) for b in batches])
     norm.set_ylim(bottom=0)
     coherence.set_ylim(0, 1)
-    over.xaxis.set_major_formatter(lambda v, _: log.count(v))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.counts(over.xaxis)
+    style.save(figure, path)
 
 
 def main(argv=None):
@@ -141,19 +139,18 @@ def main(argv=None):
     config.grad_stats, config.gns_adam, config.gns_calibrate_tokens = True, False, 0
     config.eval_tokens = max(1, config.max_tokens // 10)
     runs, m = Runs(config, args), config.micro_batch_size
-    plans = wanted(config, args.seeds)
-    runs.do({name: changes for name, (*_, changes) in plans.items()})
+    runs.do({name: changes for name, (*_, changes) in wanted(config, args.seeds).items()})
 
     def loss(k, rule):
         return float(np.mean([runs.final_loss(f"{rule if k > 1 else 'none'}_{k}m_seed{seed}") for seed in range(args.seeds)]))
 
-    table = [quality(runs.rows(f"none_{k}m_seed0"), m) for k in COUNTS]
+    measured = [quality(runs.rows(f"none_{k}m_seed0"), m) for k in COUNTS]
     grown = growth(runs.rows(f"none_{COUNTS[-1]}m_seed0"), m)
     losses = {rule: [loss(k, rule) for k in COUNTS] for rule in RULES}
-    path = write(args, config, PAPER, finding(table, grown, losses),
-                 {"quality": table, "norm_growth": grown, "final_losses": losses})
+    path = write(args, config, PAPER, finding(measured, grown, losses),
+                 {"quality": measured, "norm_growth": grown, "final_losses": losses})
     curves = {rule: runs.rows(f"{rule}_{COUNTS[-1]}m_seed0") for rule in RULES} | {"first": runs.rows("none_1m_seed0")}
-    draw(path, table, grown, losses, curves)
+    draw(path, measured, grown, losses, curves)
     return 0
 
 

@@ -25,8 +25,8 @@ from common import parse, write
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import plot
 from model import Attention, GPTConfig
+from plots import style
 from trainer import checkpoint, hardware
 
 PAPER = ("The paper: with fused attention in bf16 the QKV bias of block 1 ran away and training diverged; cosine attention or "
@@ -132,9 +132,9 @@ def finding(arms):
 
 
 def draw(path, curves):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
-    for color, (arm, seeds) in zip(plot.COLORS, curves.items()):
+    for color, (arm, seeds) in zip(style.COLORS, curves.items()):
         steps = seeds[0]["step"]
         moved, distance = (np.array([c[key] for c in seeds])[:, :, 1] for key in ("moved", "distance"))  # (seeds, points)
         for ax, values in zip(axes, (moved, distance / distance[:, :1], np.array([c["error"] for c in seeds]))):
@@ -149,8 +149,7 @@ def draw(path, curves):
     for ax in axes:
         ax.set_xlabel("step")
     axes[1].legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)
 
 
 def main(argv=None):

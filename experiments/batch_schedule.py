@@ -17,7 +17,7 @@ import sys
 
 from common import Runs, parse, write
 
-import plot
+from plots import compare, style
 
 PAPER = "The paper: a linear batch schedule, guided by the noise scale, reached the fixed run's loss in 18% less training time."
 # a smaller sibling of the quickstart. Its noise scale ends near 30 sequences: 64 is beyond it, as the paper's 120 is for most
@@ -71,14 +71,14 @@ def finding(result):
     constants = {n: g["at_target"] for n, g in groups.items() if n.startswith("constant") and g["at_target"]["tokens"]}
     beaten = [n for n, at in constants.items() if all(at[m]["mean"] < gns[m]["mean"] for m in ("tokens", "steps"))]
     best = min(constants, key=lambda n: constants[n]["tokens"]["mean"], default=None)
-    text = f"Here: {plot.verdict('the gns schedule', groups['gns'], groups['fixed'])}, against the fixed batch"
+    text = f"Here: {compare.against('the gns schedule', groups['gns'], groups['fixed'])}, against the fixed batch"
     if groups["linear"]["at_target"]["tokens"]:
-        text += f"; {plot.verdict('linear', groups['linear'], groups['fixed'])}"
+        text += f"; {compare.against('linear', groups['linear'], groups['fixed'])}"
     if best:
-        tokens = plot.less(constants[best]["tokens"], gns["tokens"])["mean"]
-        steps = plot.less(constants[best]["steps"], gns["steps"])["mean"]
-        text += (f"; against the best tuned constant batch in tokens ({best}), gns takes {plot.percent(tokens, 'tokens')} and "
-                 f"{plot.percent(steps, 'steps')}")
+        tokens = compare.less(constants[best]["tokens"], gns["tokens"])["mean"]
+        steps = compare.less(constants[best]["steps"], gns["steps"])["mean"]
+        text += (f"; against the best tuned constant batch in tokens ({best}), gns takes {compare.percent(tokens, 'tokens')} "
+                 f"and {compare.percent(steps, 'steps')}")
     return text + (f"; {', '.join(beaten)} beat{'s' if len(beaten) == 1 else ''} it in both." if beaten else
                    "; no constant batch beats it in both.")
 
@@ -96,11 +96,11 @@ def main(argv=None):
     args, config = parse(argv, "batch_schedule", __doc__, seeds=3, settings=SETTINGS)
     config.eval_tokens = max(1, config.max_tokens // 40)  # losses are interpolated between evaluations
     groups, factors = experiment(Runs(config, args), list(range(args.seeds)))
-    loaded = {name: [plot.load(d) for d in dirs] for name, dirs in groups.items()}
-    result = plot.comparison(loaded, "val")
-    print("\n" + plot.compare_table(result))
+    loaded = {name: [style.load(d) for d in dirs] for name, dirs in groups.items()}
+    result = compare.comparison(loaded, "val")
+    print("\n" + compare.table(result), compare.verdict(result), sep="\n\n")
     path = write(args, config, PAPER, finding(result), {**small(result), "learning_rate_factors": factors})
-    plot.draw_compare(result, {name: [plot.curve(rows, "val") for rows in runs] for name, runs in loaded.items()}, path)
+    compare.draw(result, loaded, path)
     return 0
 
 

@@ -18,7 +18,7 @@ import sys
 import numpy as np
 from common import Runs, parse, write
 
-import plot
+from plots import style
 from sweeps import jobs
 from trainer import hardware
 
@@ -72,18 +72,17 @@ def finding(losses, emulated):
 
 
 def draw(path, curves):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for color, dtype in zip(plot.COLORS, DTYPES):
+    for color, dtype in zip(style.COLORS, DTYPES):
         for seed, rows in enumerate(curves[dtype]):
-            axes.plot(*plot.series(rows, "val/loss"), "o-", ms=3, lw=1, color=color, label=None if seed else dtype)
-    last = [plot.series(rows, "val/loss")[1] for runs in curves.values() for rows in runs]
+            axes.plot(*style.series(rows, "val/loss"), "o-", ms=3, lw=1, color=color, label=None if seed else dtype)
+    last = [style.series(rows, "val/loss")[1] for runs in curves.values() for rows in runs]
     axes.set_ylim(0.98 * min(map(min, last)), max(v[len(v) // 4] for v in last))
     axes.set_xlabel("tokens")
     axes.set_ylabel("validation loss")
     axes.legend(title="one line a seed")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    style.save(figure, path)
 
 
 def main(argv=None):

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from common import Runs, parse, write
 
-import plot
+from plots import style
 from sweeps import jobs
-from trainer import hardware, log
+from trainer import hardware
 
 PAPER = ("The paper: with per-example norms (B_small = 1) the noise scale has the least variance; comparing the gradients of "
          "data-parallel ranks, as in its 1.3B run, gives the same value with more.")
@@ -86,14 +86,14 @@ def finding(results, small, ranks):
 
 
 def draw(path, rows, group, results):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, (over, wide) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     steps = [r for r in rows if f"gns/{group}" in r and r["tokens"] > 0.1 * rows[-1]["tokens"]]
     nan = float("nan")
-    for color, (suffix, kind) in reversed(list(zip(plot.COLORS, KINDS.items()))):
+    for color, (suffix, kind) in reversed(list(zip(style.COLORS, KINDS.items()))):
         key = f"gns/{group}{suffix}"
-        tokens, value = plot.series(steps, key)
-        low, high = (np.array(plot.series(steps, key + side)[1], dtype=float) for side in ("_low", "_high"))
+        tokens, value = style.series(steps, key)
+        low, high = (np.array(style.series(steps, key + side)[1], dtype=float) for side in ("_low", "_high"))
         over.fill_between(tokens, np.maximum(low, 1e-2), high, color=color, alpha=0.18, lw=0)
         over.plot(tokens, value, color=color, label=kind)
         wide.plot(tokens, [h / lo if lo and lo > 0 else nan for lo, h in zip(low, high)], color=color, label=kind)
@@ -104,13 +104,11 @@ def draw(path, rows, group, results):
     wide.set_title("Width of the interval, high / low")
     for ax in (over, wide):
         ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        ax.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if str(v).lstrip("0.")[0] in "25" else "")
+        style.decades(ax.yaxis)
         ax.set_xlabel("tokens")
-        ax.xaxis.set_major_formatter(lambda v, _: log.count(v))
+        style.counts(ax.xaxis)
         ax.legend(*(list(reversed(part)) for part in ax.get_legend_handles_labels()))
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)
 
 
 def main(argv=None):

@@ -19,8 +19,8 @@ from batch_pairs import halving_tree, jackknife, pairs, simulated, theory
 from common import parse, write
 from phase_plot import FOLDER, SETTINGS, TINY, exact_runs
 
-import plot
 import sample
+from plots import style
 from trainer import batches, hardware
 
 PAPER = "The paper: for the same examples a smaller B_small always has the lower standard error, and B_big does not matter."
@@ -98,21 +98,21 @@ def finding(model, low, high, top):
     small_free = ", ".join(str(unharmed(by_small(rows, top), "small")) for rows in data)
     big_free = ", ".join(str(unharmed(by_big(rows), "big")) for rows in data)
     claim = "a larger B_small is clearly better somewhere" if better else "a larger B_small is never clearly better"
-    verdict = ("as the formula for Gaussian gradients has it" if cost[1] < cost[0] and big_cost[1] > big_cost[0] else
-               "says the formula for Gaussian gradients, but not this simulation")
+    agrees = ("as the formula for Gaussian gradients has it" if cost[1] < cost[0] and big_cost[1] > big_cost[0] else
+              "says the formula for Gaussian gradients, but not this simulation")
     return (f"Here: in simulation with noise scales of {TRUE_GNS[0]:g} and {TRUE_GNS[1]:g} and on the model (noise scale "
             f"{at(model, 1, top, 'gns'):.3g}), at B_big = {top}, B_small = {top // 2} has {cost[0]:.1f}, {cost[1]:.1f} and "
             f"{cost[2]:.1f} times the error of B_small = 1; {claim} on the model, but up to {small_free} it costs at most a "
             f"quarter; at B_small = 1, B_big = 2 has {big_cost[0]:.1f}, {big_cost[1]:.1f} and {big_cost[2]:.1f} times the "
             f"error of {top}, and from {big_free} on B_big costs at most a quarter: the larger the noise scale, the less "
-            f"B_small matters and the more B_big, {verdict}.")
+            f"B_small matters and the more B_big, {agrees}.")
 
 
 def draw(simulated_rows, model, top, path):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(13, 5.3), layout="constrained", sharey=True)
     for ax, varies, cut in ((axes[0], "small", lambda rows: by_small(rows, top)), (axes[1], "big", by_big)):
-        for color, true_gns in zip(plot.COLORS, TRUE_GNS):
+        for color, true_gns in zip(style.COLORS, TRUE_GNS):
             rows = cut([r for r in simulated_rows if r["true_gns"] == true_gns])
             x = [r[varies] for r in rows]
             ax.plot(x, [r["theory"] for r in rows], color=color, label=f"Gaussian, noise scale {true_gns:g}: formula")
@@ -120,19 +120,18 @@ def draw(simulated_rows, model, top, path):
             ax.plot(x, [r["jackknife"] for r in rows], "x", color=color, label="jackknife, median")
         rows = cut(model)
         ax.errorbar([r[varies] for r in rows], [r["error"] for r in rows], [r["error_uncertainty"] for r in rows],
-                    color=plot.COLORS[2], marker="s", capsize=3,
+                    color=style.COLORS[2], marker="s", capsize=3,
                     label=f"model, noise scale {at(model, 1, top, 'gns'):.3g}: jackknife")
         ax.set_xscale("log", base=2)
         ax.set_yscale("log")
-        ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        style.plain(ax.xaxis)
         ax.yaxis.set_major_formatter(lambda v, _: f"{100 * v:g}%")
         ax.yaxis.set_minor_formatter(lambda v, _: f"{100 * v:g}%" if f"{v:.0e}"[0] in "25" else "")
         ax.set_xlabel(f"B_{varies}")
     axes[0].set_title(f"Relative standard error by B_small (B_big = {top})")
     axes[1].set_title("and by B_big (B_small = 1)")
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)
 
 
 def main(argv=None):

@@ -11,7 +11,7 @@ import costs
 import numpy as np
 from common import parse, write
 
-import plot
+from plots import style
 
 PAPER = ("The paper: simultaneous norms need fewer FLOPs than those of Li et al. at every length, and their share of the "
          "model's FLOPs does not grow with it, as the other's does.")
@@ -45,13 +45,13 @@ def crossover(formula, shape, B=costs.BATCH):
     return high
 
 
-def table(formula, whole, which, config_file=None):
-    """Numbers of all models and lengths: extra cost, its share of `whole` (the model's own), and the crossover; and how far
+def numbers(formula, own_cost, which, config_file=None):
+    """Numbers of all models and lengths: extra cost, its share of the model's own, and the crossover; and how far
     the formula is from the count (`which` of FLOPs, bytes) of the operations of each linear layer."""
     result, error = {}, 0.0
     for name, shape in costs.models(config_file).items():
         extra = {m: [model_extra(formula, shape, m, costs.BATCH, T) for T in costs.LENGTHS] for m in costs.METHODS}
-        share = {m: [e / whole(shape, costs.BATCH, T) for e, T in zip(extra[m], costs.LENGTHS)] for m in costs.METHODS}
+        share = {m: [e / own_cost(shape, costs.BATCH, T) for e, T in zip(extra[m], costs.LENGTHS)] for m in costs.METHODS}
         result[name] = {"layers": shape.n_layer, "width": shape.width, "crossover": crossover(formula, shape), "extra": extra,
                         "share": share}
         for K, L in set(shape.linears()):
@@ -62,22 +62,22 @@ def table(formula, whole, which, config_file=None):
 
 
 def draw(result, path, unit, of_what):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, (total, share, cross) = plt.subplots(1, 3, figsize=(16, 5), layout="constrained")
     shown = dict(zip(("111M", "1.3B", "13B"), (":", "--", "-")))
     for key, ax in (("extra", total), ("share", share)):
-        for color, method in zip(plot.COLORS, costs.METHODS):
-            for name, style in shown.items():
-                ax.plot(result["lengths"], result["models"][name][key][method], color=color, ls=style)
+        for color, method in zip(style.COLORS, costs.METHODS):
+            for name, dashes in shown.items():
+                ax.plot(result["lengths"], result["models"][name][key][method], color=color, ls=dashes)
         ax.set_yscale("log")
-    lines = [plt.Line2D([], [], color=color) for color in plot.COLORS[:3]]
-    lines += [plt.Line2D([], [], color="#444444", ls=style) for style in shown.values()]
+    lines = [plt.Line2D([], [], color=color) for color in style.COLORS[:3]]
+    lines += [plt.Line2D([], [], color="#444444", ls=dashes) for dashes in shown.values()]
     total.legend(lines, [*costs.METHODS, *shown], ncols=2)
     total.set_title(f"Added {unit} per micro-batch of {result['batch']}")
     share.set_title(f"Share of {of_what}")
     widths, lengths = zip(*((m["width"], m["crossover"]) for m in result["models"].values()))
     order = np.argsort(widths)
-    cross.plot(np.array(widths)[order], np.array(lengths)[order], "o-", color=plot.COLORS[6])
+    cross.plot(np.array(widths)[order], np.array(lengths)[order], "o-", color=style.COLORS[6])
     for name, m in result["models"].items():
         if name not in ("70M", "161M"):  # beside 111M there is no room
             cross.annotate(name, (m["width"], m["crossover"]), xytext=(6, -12), textcoords="offset points")
@@ -86,8 +86,8 @@ def draw(result, path, unit, of_what):
     cross.set_title("Length from which simultaneous costs less")
     cross.set_xlabel("width")
     cross.set_ylabel("crossover, tokens")
-    cross.text(0.05, 0.9, "simultaneous cheaper", transform=cross.transAxes, color=plot.COLORS[0])
-    cross.text(0.95, 0.05, "gram cheaper", transform=cross.transAxes, color=plot.COLORS[1], ha="right")
+    cross.text(0.05, 0.9, "simultaneous cheaper", transform=cross.transAxes, color=style.COLORS[0])
+    cross.text(0.95, 0.05, "gram cheaper", transform=cross.transAxes, color=style.COLORS[1], ha="right")
     for ax in (total, share):
         ax.set_xscale("log", base=2)
         ax.set_xlabel("sequence length T")
@@ -95,8 +95,7 @@ def draw(result, path, unit, of_what):
         if axis is cross.xaxis:
             cross.set_xscale("log", base=2)
         axis.set_major_formatter(lambda v, _: f"{v / 1024:g}k" if v >= 1024 else f"{v:g}")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)
 
 
 def finding(result):
@@ -116,7 +115,7 @@ def finding(result):
 
 def main(argv=None):
     args, config = parse(argv, "flop_cost", __doc__)
-    result = table(flops, model_flops, which=0, config_file=args.config)
+    result = numbers(flops, model_flops, which=0, config_file=args.config)
     draw(result, write(args, config, PAPER, finding(result), result), "FLOPs", "forward and backward FLOPs")
     return 0
 

@@ -10,7 +10,7 @@ Bytes moved for per-example gradient norms (Gray et al. 2024, arXiv 2411.00999, 
 import sys
 
 from common import parse, write
-from flop_cost import draw, table
+from flop_cost import draw, numbers
 
 PAPER = ("The paper: simultaneous norms move fewer bytes than those of Li et al. for long sequences, more for short ones and "
          "very large models; the norm layers alone move far fewer than either.")
@@ -44,7 +44,7 @@ def finding(result):
 
 def main(argv=None):
     args, config = parse(argv, "io_cost", __doc__)
-    result = table(moved, model_bytes, which=1, config_file=args.config)
+    result = numbers(moved, model_bytes, which=1, config_file=args.config)
     draw(result, write(args, config, PAPER, finding(result), result), "bytes", "bytes of the model's own products")
     return 0
 

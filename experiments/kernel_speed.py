@@ -11,9 +11,9 @@ import sys
 
 from common import parse, write
 
-import bench
 import ln_kernel
-import plot
+from benchmarks import kernel, tools
+from plots import style
 from trainer import hardware
 
 PAPER = "The paper: on an H100 its kernel with per-example norms takes no longer than torch's LayerNorm without."
@@ -25,32 +25,31 @@ VARIANTS = {"torch": "torch's LayerNorm", "ours": "ours, with norms", "ours, no 
 
 def measure(B, T, C, dtype, device, seconds):
     """{variant: time of forward + backward: median and quartiles, in ms and over torch's of the same round}."""
-    variants = {name: v for name, v in bench.kernel_variants(B, T, C, dtype, device).items() if name in VARIANTS}
-    both = {name: phases["both"] for name, phases in bench.interleave(variants, seconds).items()}
-    return {name: {**bench.spread(times), **bench.paired(times, both["torch"])} for name, times in both.items()}
+    variants = {name: v for name, v in kernel.variants_of(B, T, C, dtype, device).items() if name in VARIANTS}
+    both = {name: phases["both"] for name, phases in tools.interleave(variants, seconds).items()}
+    return {name: {**tools.spread(times), **tools.paired(times, both["torch"])} for name, times in both.items()}
 
 
 def finding(widths, device, impl):
     ratios = {C: times["ours"]["ratio"] for C, times in widths.items()}
-    mean, worst = bench.geomean(ratios.values()), max(ratios, key=ratios.get)
-    verdict = ("no longer at any width" if max(ratios.values()) <= 1.0 else "no longer on average" if mean <= 1.0 else
-               "longer on average")
+    mean, worst = tools.geomean(ratios.values()), max(ratios, key=ratios.get)
+    told = ("no longer at any width" if max(ratios.values()) <= 1.0 else "no longer on average" if mean <= 1.0 else
+            "longer on average")
     return (f"Here: on {device} the {impl} kernel with norms takes {mean:.2f} of the time of torch's LayerNorm (geometric mean "
-            f"over widths {min(ratios)} to {max(ratios)}, worst {ratios[worst]:.2f} at {worst}): {verdict}.")
+            f"over widths {min(ratios)} to {max(ratios)}, worst {ratios[worst]:.2f} at {worst}): {told}.")
 
 
 def draw(widths, path):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, (time, ratio) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
-    for color, (name, label) in zip((plot.COLORS[6], *plot.COLORS[:3]), VARIANTS.items()):
+    for color, (name, label) in zip((style.COLORS[6], *style.COLORS[:3]), VARIANTS.items()):
         for ax, keys in ((time, ("median_ms", "q1_ms", "q3_ms")), (ratio, ("ratio", "ratio_q1", "ratio_q3"))):
             middle, low, high = ([times[name][key] for times in widths.values()] for key in keys)
             ax.plot(list(widths), middle, color=color, marker="o", ms=4, label=label)
             ax.fill_between(list(widths), low, high, color=color, alpha=0.15, lw=0)
     time.set_title("Forward + backward (ms; band: quartiles)")
     time.set_yscale("log")
-    time.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-    time.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in "25" else "")
+    style.decades(time.yaxis)
     ratio.set_title("over torch's LayerNorm in the same round")
     ratio.set_ylim(bottom=0)
     time.legend()
@@ -58,8 +57,7 @@ def draw(widths, path):
         ax.set_xscale("log", base=2)
         ax.set_xticks(list(widths), [str(C) for C in widths])
         ax.set_xlabel("width")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)
 
 
 def main(argv=None):

@@ -16,7 +16,7 @@ import sys
 import numpy as np
 from common import Runs, parse, write
 
-import plot
+from plots import style
 from trainer import log, plan
 
 PAPER = ("The paper: three sizes (70M, 111M, 161M) are to be compared at constant FLOPs, each at the best of several learning "
@@ -75,9 +75,9 @@ def finding(sizes):
 
 
 def draw(path, rates, sizes):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, ax = plt.subplots(figsize=(8, 5.2), layout="constrained")
-    for color, s in zip(plot.COLORS, sizes):
+    for color, s in zip(style.COLORS, sizes):
         ax.plot(rates, s["losses"], "o-", color=color,
                 label=f"{log.count(s['parameters'])} parameters, {log.count(s['tokens'])} tokens")
         for seed in s["seeds"]:
@@ -89,8 +89,7 @@ def draw(path, rates, sizes):
     ax.set_title("Validation loss at constant FLOPs (nats per token)")
     ax.set_xlabel("peak learning rate")
     ax.legend(ncols=1)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)
 
 
 def main(argv=None):

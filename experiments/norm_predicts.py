@@ -14,7 +14,7 @@ import numpy as np
 from common import parse, write
 from phase_plot import FOLDER, SETTINGS, TINY, exact_runs
 
-import plot
+from plots import layers, style
 
 PAPER = ("The paper: the norm layers' noise scale predicts the total's, with a Pearson r near 1 and a slope near 1.4 (111M "
          "parameters), the better the more both are smoothed.")
@@ -44,12 +44,12 @@ def finding(numbers):
 
 
 def draw(rows, numbers, path):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, (over, slope, r) = plt.subplots(1, 3, figsize=(16, 5), layout="constrained")
     half_life = sorted(numbers)[len(numbers) // 2]
     tokens = [row["tokens"] for row in rows]
-    for color, group in zip(plot.COLORS, plot.groups_of(rows)[0]):
-        scale = plot.smoothed(rows, group, half_life)
+    for color, group in zip(style.COLORS, layers.groups_of(rows)[0]):
+        scale = layers.smoothed(rows, group, half_life)
         over.plot(tokens, scale, color=color, label=group, lw=2.4 if group == "total" else 1.5)
         if group == "norm":
             over.plot(tokens, scale * numbers[half_life]["norm"]["slope"], color=color, ls=":", label="norm x slope")
@@ -57,26 +57,25 @@ def draw(rows, numbers, path):
     over.set_xlabel("tokens")
     over.set_ylabel("sequences")
     over.set_ylim(bottom=0)
-    over.xaxis.set_major_formatter(lambda v, _: plot.log.count(v))
+    style.counts(over.xaxis)
     over.legend()
-    plot.draw_fit(slope, numbers, "slope", "Slope of the total on each group")
+    layers.draw_fit(slope, numbers, "slope", "Slope of the total on each group")
     norm = [numbers[h]["norm"] for h in numbers]
-    slope.fill_between(list(numbers), [n["slope_low"] for n in norm], [n["slope_high"] for n in norm], color=plot.COLORS[1],
+    slope.fill_between(list(numbers), [n["slope_low"] for n in norm], [n["slope_high"] for n in norm], color=style.COLORS[1],
                        alpha=0.2, lw=0)
     slope.legend(loc="lower right", ncols=2, bbox_to_anchor=(1, 0.12))
     slope.axhline(1.4, color="#888888", ls="--", lw=1)
     slope.annotate("the paper, norm: 1.4", (min(numbers), 1.4), xytext=(0, 4), textcoords="offset points", color="#666666")
-    plot.draw_fit(r, numbers, "r", "Pearson r with the total")
-    r.fill_between(list(numbers), [n["r_low"] for n in norm], [n["r_high"] for n in norm], color=plot.COLORS[1], alpha=0.2,
+    layers.draw_fit(r, numbers, "r", "Pearson r with the total")
+    r.fill_between(list(numbers), [n["r_low"] for n in norm], [n["r_high"] for n in norm], color=style.COLORS[1], alpha=0.2,
                    lw=0)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)
 
 
 def main(argv=None):
     args, config = parse(argv, "norm_predicts", __doc__, seeds=2, settings=SETTINGS, tiny=TINY, folder=FOLDER)
-    per_seed = [plot.exact_rows(run) for run in exact_runs(config, args, seeds=range(args.seeds))]
-    numbers = over_seeds([plot.layer_numbers(rows) for rows in per_seed])
+    per_seed = [layers.exact_rows(run) for run in exact_runs(config, args, seeds=range(args.seeds))]
+    numbers = over_seeds([layers.regressions(rows) for rows in per_seed])
     draw(per_seed[0], numbers, write(args, config, PAPER, finding(numbers), {"seeds": args.seeds, "half_life_tokens": numbers}))
     return 0
 

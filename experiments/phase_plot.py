@@ -13,7 +13,7 @@ import sys
 import numpy as np
 from common import Runs, parse, write
 
-import plot
+from plots import layers, style
 
 PAPER = ("The paper: |G|^2 and tr(Sigma) of the norm layers trace paths like those of the other layers, and their noise scale "
          "rises with the others'.")
@@ -42,7 +42,7 @@ def numbers(rows, points=25):
     logarithm with the total's over that stretch."""
     late = [row for row in rows if row["tokens"] > BURN_IN * rows[-1]["tokens"]]
     total, result = log_parts(late, "total"), {}
-    for group in plot.groups_of(rows)[0]:
+    for group in layers.groups_of(rows)[0]:
         parts = log_parts(late, group)
         known = np.isfinite(parts).all(1) & np.isfinite(total).all(1)
         first, last = parts[known][[0, -1]]
@@ -73,19 +73,18 @@ def finding(groups):
 
 
 def draw(rows, path):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, (phase, over) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
     late = [row for row in rows if row["tokens"] > BURN_IN * rows[-1]["tokens"]]
-    plot.draw_phase(phase, late)
-    plot.draw_noise_scales(over, rows, plot.groups_of(rows)[0], plot.COLORS, "Noise scale by group (sequences)")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    layers.draw_phase(phase, late)
+    layers.draw_noise_scales(over, rows, layers.groups_of(rows)[0], style.COLORS, "Noise scale by group (sequences)")
+    style.save(figure, path)
 
 
 def main(argv=None):
     args, config = parse(argv, "phase_plot", __doc__, settings=SETTINGS, tiny=TINY, folder=FOLDER)
     run, = exact_runs(config, args, seeds=[0])
-    rows = plot.exact_rows(run)
+    rows = layers.exact_rows(run)
     groups = numbers(rows)
     draw(rows, write(args, config, PAPER, finding(groups), {"burn_in": BURN_IN, "groups": groups}))
     return 0

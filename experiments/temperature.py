@@ -18,8 +18,7 @@ import numpy as np
 from common import Runs, parse, write
 
 import gns
-import plot
-from trainer import log
+from plots import style
 
 PAPER = ("The paper: the temperature, learning rate / batch, should move the noise scale by either, but from one checkpoint "
          "only a change of the learning rate moved it.")
@@ -80,53 +79,51 @@ def finding(exponents):
     told = ", ".join(f"with {kind}^{p:+.2f} (95% interval {low:+.2f} to {high:+.2f}; temperature {KINDS[kind]:+d})"
                      for kind, (p, low, high) in exponents.items())
     moved = [kind for kind, (_, low, high) in exponents.items() if low > 0 or high < 0]
-    verdict = {0: "neither moves it", 1: f"only the {(moved or [''])[0]} moves it", 2: "both move it"}[len(moved)]
+    moves = {0: "neither moves it", 1: f"only the {(moved or [''])[0]} moves it", 2: "both move it"}[len(moved)]
     if moved == ["learning rate"]:
-        verdict += ", as in the paper"
+        moves += ", as in the paper"
     if len(moved) == 2:
-        verdict += f", the {max(moved, key=lambda k: abs(exponents[k][0]))} more, unlike the paper"
+        moves += f", the {max(moved, key=lambda k: abs(exponents[k][0]))} more, unlike the paper"
     elif moved != ["learning rate"]:
-        verdict += ", unlike the paper"
-    return f"Here: the noise scale goes {told}: {verdict}."
+        moves += ", unlike the paper"
+    return f"Here: the noise scale goes {told}: {moves}."
 
 
-def draw(path, base_rows, rows, key, table, start):
-    """rows {branch: its log} of the first seed; table [[numbers of a branch, ...] per seed]."""
-    plt = plot.pyplot()
+def draw(path, base_rows, rows, key, seeds, start):
+    """rows {branch: its log} of the first seed; seeds [[numbers of a branch, ...] each]."""
+    plt = style.pyplot()
     figure, (over, end) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    colors = dict(zip(KINDS, plot.COLORS))
-    over.plot(*plot.series([r for r in base_rows if r["tokens"] > start / 4], key), color="#888888")
-    for entry in table[0]:
-        over.plot(*plot.series(rows[entry["branch"]], key), color=colors.get(entry["kind"], "#888888"), label=entry["branch"],
+    colors = dict(zip(KINDS, style.COLORS))
+    over.plot(*style.series([r for r in base_rows if r["tokens"] > start / 4], key), color="#888888")
+    for entry in seeds[0]:
+        over.plot(*style.series(rows[entry["branch"]], key), color=colors.get(entry["kind"], "#888888"), label=entry["branch"],
                   ls="--" if entry["factor"] < 1 else "-")
     over.axvline(start, color="#888888", lw=1, ls=":")
     over.set_title("Noise scale over the run, first seed (sequences)")
     over.set_xlabel("tokens")
-    over.xaxis.set_major_formatter(lambda v, _: log.count(v))
+    style.counts(over.xaxis)
     for side, kind in zip((-1, 1), KINDS):
-        for seed, entries in enumerate(table):
+        for seed, entries in enumerate(seeds):
             points = sorted((e for e in entries if e["kind"] in (kind, None) and known(e)), key=lambda e: e["factor"])
             value = np.array([e["gns"] for e in points])
             error = [value - [e["low"] for e in points], [e["high"] for e in points] - value]
             apart = 1.03 ** (side * (1 + seed))  # side by side, not over each other
             end.errorbar([e["factor"] * apart for e in points], value, error, fmt="o-" if seed == 0 else "s-", capsize=3, ms=5,
-                         color=colors[kind], lw=1.4, label=kind if len(table) == 1 else f"{kind}, seed {seed}")
-        middle = next(e for e in table[0] if e["kind"] is None)
+                         color=colors[kind], lw=1.4, label=kind if len(seeds) == 1 else f"{kind}, seed {seed}")
+        middle = next(e for e in seeds[0] if e["kind"] is None)
         if known(middle):
             end.plot([0.25, 4], [middle["gns"] * f ** KINDS[kind] for f in (0.25, 4)], color=colors[kind], ls=":",
                      label=f"{kind}, if by temperature")
     end.set_xscale("log", base=2)
     end.margins(y=0.25)  # room for the legend
-    end.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+    style.plain(end.xaxis)
     end.set_xlabel("factor on the learning rate or the batch")
     end.set_title("Noise scale at the end, 95% interval")
     for ax in (over, end):
         ax.set_yscale("log")
-        ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        ax.yaxis.set_minor_formatter(lambda v, _: f"{v:g}" if str(v)[0] in "25" else "")
+        style.decades(ax.yaxis)
         ax.legend(loc="upper left" if ax is over else "upper center")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)
 
 
 def main(argv=None):
@@ -140,16 +137,16 @@ def main(argv=None):
     runs.do({base: dict(common, seed=seed, stop_tokens=start) for seed, base in enumerate(bases)})
     runs.do({names[seed][kind]: dict(common, seed=seed, stop_tokens=end, branch_from=runs.path(base), **changes)
              for seed, base in enumerate(bases) for kind, (_, _, changes) in kinds.items()})
-    table = [[{"branch": name, "kind": kind, "factor": factor,
+    seeds = [[{"branch": name, "kind": kind, "factor": factor,
                **window_noise(runs.rows(names[seed][name]), group, (start + end) / 2)}
               for name, (kind, factor, _) in kinds.items()] for seed in range(args.seeds)]
-    pairs = {kind: [sorted(((e["factor"], e) for e in entries if e["kind"] == kind), key=lambda p: p[0]) for entries in table]
+    pairs = {kind: [sorted(((e["factor"], e) for e in entries if e["kind"] == kind), key=lambda p: p[0]) for entries in seeds]
              for kind in KINDS}
     exponents = {kind: exponent(points) for kind, points in pairs.items()}
     path = write(args, config, PAPER, finding(exponents), {
         "exponents": exponents, "temperature_exponents": KINDS, "group": group, "branch_tokens": start, "end_tokens": end,
-        "seeds": table})
-    draw(path, runs.rows(bases[0]), {k: runs.rows(names[0][k]) for k in kinds}, f"gns/{group}", table, start)
+        "seeds": seeds})
+    draw(path, runs.rows(bases[0]), {k: runs.rows(names[0][k]) for k in kinds}, f"gns/{group}", seeds, start)
     return 0
 
 

@@ -17,23 +17,21 @@ import os
 import numpy as np
 
 import configurator
-import plot
 import schedule
 from configurator import ConfigError
-from sweeps import jobs
-from sweeps import micro as sweep_micro
+from plots import compare, style
+from plots.compare import cell
+from sweeps import common, jobs
 from trainer import batches, checkpoint, hardware, log
 
-WHOLE = ("cos_attn", "spectral_qkv", "batch_steps")  # a comma belongs to the value
+UNSPLIT = ("cos_attn", "spectral_qkv", "batch_steps")  # a comma belongs to the value
 NO_LIST = ("out_dir", "resume", "branch_from", "device", "wandb_project", "wandb_run_name")
 
 
 def arguments(parser):
-    parser.add_argument("config", nargs="?", help="a config file; --key=value or --key=value,value,... on top of it")
-    parser.add_argument("--jobs", default="1", help="runs at a time, each on its share of the cores")
+    common.arguments(parser)
+    jobs.arguments(parser)
     parser.add_argument("--wandb_group", help="log all runs to wandb, in this group")
-    parser.add_argument("--in_process", action="store_true", help="for runs of seconds: no process for each")
-    parser.add_argument("--dry_run", action="store_true", help="say what would be run and how long it might take")
 
 
 def runs(args):
@@ -43,29 +41,26 @@ def runs(args):
     if args.wandb_group and args.in_process:
         raise ConfigError("--wandb_group and --in_process: a group needs a process for each run; leave out --in_process")
     env = {"WANDB_RUN_GROUP": args.wandb_group} if args.wandb_group else None
-    group = jobs.Group(wanted, folder, sweep_micro.number(args, "jobs", 1, int), not args.in_process, env)
+    group = jobs.Group(wanted, folder, common.number(args, "jobs", 1, int), not args.in_process, env)
     if args.dry_run:
         print(dry_run(group, base, swept))
         return 0
 
-    def summarise():
-        finished = {name: c for name, c in group.wanted.items() if name not in group.missing()}
-        return result_of(finished, swept, base, args) if finished else None
-
     def write():
-        result = summarise()
+        missing = group.missing()
+        finished = {name: c for name, c in group.wanted.items() if name not in missing}
+        result = result_of(finished, swept, base, args) if finished else None
         if result:
-            checkpoint.write_json(os.path.join(folder, jobs.NAME), {
+            checkpoint.write_json(os.path.join(folder, common.NAME), {
                 "command": args.asked, "settings": settings_of(base, swept), "swept": swept,
-                "machine": sweep_micro.machine(hardware.pick_device(base.device)), **result})
+                "machine": common.machine(hardware.pick_device(base.device)), **result})
         return result
     group.do(after_each=write)
     result = write()
     if result:
-        picture = os.path.join(folder, "sweep.png")
+        picture, line = common.where(folder)
         draw({name: group.wanted[name] for r in result["rows"] for name in r["runs"]}, result, swept, picture)
-        print("\n" + runs_table(result, swept), *result["result"]["says"],
-              f"Picture: {picture}    Numbers: {os.path.join(folder, jobs.NAME)}", "", *result["result"]["next"], sep="\n")
+        print("\n" + table(result, swept), *result["result"]["says"], line, "", *result["result"]["next"], sep="\n")
     for name, why in group.failed.items():
         print(f"failed: {name}: {why}")
     if group.failed:
@@ -78,7 +73,7 @@ def grid(config_file, rest, wandb=False):
     choices = {}
     for arg in rest:
         key, eq, text = arg.removeprefix("--").partition("=")
-        if not (arg.startswith("--") and eq and key in configurator.FIELDS) or key in WHOLE:
+        if not (arg.startswith("--") and eq and key in configurator.FIELDS) or key in UNSPLIT:
             choices[arg] = [arg]
         elif "," in text and key in NO_LIST:
             raise ConfigError(f"command line: {arg}: {key} is one for the whole sweep, not a list")
@@ -109,13 +104,13 @@ def short(value):
 
 def settings_of(base, swept):
     free = (checkpoint.FREE_KEYS - {"micro_batch_size"}) | set(swept)
-    return {k: jobs.plain(v) for k, v in vars(base).items() if k not in free}
+    return {k: common.as_json(v) for k, v in vars(base).items() if k not in free}
 
 
 def dry_run(group, base, swept):
     device = hardware.pick_device(base.device)
     vocab_size = batches.Dataset(base.dataset, base.block_size).vocab_size
-    rate, known = sweep_micro.speed(base, device, hardware.pick_dtype(base.dtype, device), vocab_size)
+    rate, known = common.speed(base, device, hardware.pick_dtype(base.dtype, device), vocab_size)
     missing = group.missing()
     lines = [f"{len(group.wanted)} runs in {group.folder}, {len(missing)} to do:"]
     left = 0
@@ -140,7 +135,7 @@ def result_of(finished, swept, base, args):
         config = members[0][1]
         rows.append({**dict(key), "runs": [name for name, _ in members], "seeds": [c.seed for _, c in members],
                      "batch_size": config.batch_size, "lr": rate_at_end(config),
-                     **{k: plot.spread([f[k] for f in found]) for k in found[0]}})
+                     **{k: compare.spread([f[k] for f in found]) for k in found[0]}})
     rows.sort(key=lambda r: tuple((str(type(r[k])), r[k]) for k in swept if k != "seed"))
     known = [r for r in rows if r["val_loss"]]
     if not known:
@@ -159,8 +154,8 @@ def result_of(finished, swept, base, args):
     take = {k: best[k] for k in swept if k != "seed"}
     if base.lr_scaling != "none":
         take["lr_reference_batch"] = base.lr_reference_batch
-    return {"rows": rows, "result": {"take": take, "says": says, "next": [
-        "Next:", jobs.command("train.py", args, *(f"--{k}={v}" for k, v in take.items()), without=(*take, "seed"))]}}
+    line = common.what_next({}, "train.py", args, *(f"--{k}={v}" for k, v in take.items()), without=(*take, "seed"))
+    return {"rows": rows, "result": {"take": take, "says": says, "next": line}}
 
 
 def rate_at_end(config):
@@ -182,11 +177,7 @@ def label(row, swept):
     return ", ".join(f"{k} {short(row[k])}" for k in swept if k != "seed") or "the run"
 
 
-def runs_table(result, swept):
-    def cell(value, show):
-        if value is None:
-            return "-"
-        return show(value["mean"]) + (f" ({show(value['low'])}-{show(value['high'])})" if value["low"] != value["high"] else "")
+def table(result, swept):
     keys = [k for k in swept if k != "seed"]
     rate = ["learning rate"] if "learning_rate" not in keys else []
     cells = [(*keys, *rate, "runs", "validation loss", "train, last tenth", "tokens", "steps", "seconds", "noise scale")]
@@ -195,12 +186,12 @@ def runs_table(result, swept):
                       str(len(r["runs"])), cell(r["val_loss"], "{:.4f}".format), cell(r["train_loss"], "{:.4f}".format),
                       cell(r["tokens"], log.count), cell(r["steps"], log.count), cell(r["seconds"], "{:.0f}".format),
                       cell(r["noise_scale"], "{:.3g}".format)))
-    return jobs.table(cells) + "\n"
+    return style.table(cells) + "\n"
 
 
 def draw(finished, result, swept, path):
     """Loss over tokens, steps and seconds, one colour for each row; final loss against the batch, or the first key swept."""
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, axes = plt.subplots(2, 2, figsize=(11, 8.2), layout="constrained")
     logs = {name: log.read(config.out_dir) for name, config in finished.items()}
     source = "val" if min(sum(r.get("val/loss") is not None for r in rows) for rows in logs.values()) >= 4 else "train"
@@ -208,19 +199,19 @@ def draw(finished, result, swept, path):
     rows = result["rows"]
     tops, lows = [], []
     for i, row in enumerate(rows):
-        color = plot.COLORS[i] if len(rows) <= len(plot.COLORS) else shades(0.95 * i / len(rows))
+        color = style.COLORS[i] if len(rows) <= len(style.COLORS) else shades(0.95 * i / len(rows))
         for j, name in enumerate(row["runs"]):
-            curve = plot.curve(logs[name], source)
+            curve = compare.curve(logs[name], source)
             tops.append(curve["loss"][max(1, len(curve["loss"]) // 10):].max(initial=0))
             lows.append(curve["loss"].min())
-            for ax, measure in zip(axes.flat, plot.MEASURES):
+            for ax, measure in zip(axes.flat, compare.MEASURES):
                 ax.plot(curve[measure], curve["loss"], color=color, lw=1.4, alpha=0.85, label=None if j else label(row, swept))
     what = "Validation loss" if source == "val" else "Training loss, smoothed"
-    for ax, measure in zip(axes.flat, plot.MEASURES):
+    for ax, measure in zip(axes.flat, compare.MEASURES):
         ax.set_title(f"{what} over {measure}")
         ax.set_xlabel(measure)
         ax.set_ylim(min(lows) - 0.05 * (max(tops) - min(lows)), max(tops) + 0.05 * (max(tops) - min(lows)))
-        ax.xaxis.set_major_formatter(lambda v, _: log.count(v))
+        style.counts(ax.xaxis)
     axes.flat[0].legend(fontsize=9)
     end = axes.flat[3]
     keys = [k for k in swept if k != "seed"]
@@ -233,16 +224,15 @@ def draw(finished, result, swept, path):
     for i, (key, members) in enumerate(lines.items()):
         mean, low, high = (np.array([r["val_loss"][part] for r in members]) for part in ("mean", "low", "high"))
         where = [r[x] if isinstance(r[x], (int, float)) and not isinstance(r[x], bool) else str(r[x]) for r in members]
-        end.errorbar(where, mean, [mean - low, high - mean], fmt="o-", capsize=3, color=plot.COLORS[i % len(plot.COLORS)],
+        end.errorbar(where, mean, [mean - low, high - mean], fmt="o-", capsize=3, color=style.COLORS[i % len(style.COLORS)],
                      label=", ".join(f"{k} {short(v)}" for k, v in zip(others, key)) or None)
         if all(isinstance(v, (int, float)) and v > 0 for v in where):
             end.set_xscale("log", base=2)
             end.set_xticks(sorted(set(where) | set(end.get_xticks() if i else [])))
-            end.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+            style.plain(end.xaxis)
             end.xaxis.set_minor_locator(plt.NullLocator())
     end.set_title("Validation loss at the end (range of seeds)")
     end.set_xlabel({"batch_size": "batch size (sequences)"}.get(x, x))
     if others:
         end.legend(fontsize=9)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)

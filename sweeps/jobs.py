@@ -1,13 +1,11 @@
 """
-What the commands of sweep.py share: runs of train.py, several at a time and continued where they were; a sweep's rows in
-sweep.json; tables.
+Runs of train.py, several at a time, each in a folder of its own and continued where it was.
 """
 
 import contextlib
 import dataclasses
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,10 +17,12 @@ from configurator import Config, ConfigError
 from trainer import checkpoint, hardware, log
 
 TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train.py")
-NAME = "sweep.json"
 
 
-# -- runs of train.py
+def arguments(parser):
+    parser.add_argument("--jobs", default="1", help="runs at a time, each on its share of the cores")
+    parser.add_argument("--in_process", action="store_true", help="for runs of seconds: no process for each")
+
 
 def read_config(run):
     """The Config of a run folder."""
@@ -150,7 +150,7 @@ class Group:
         return {name: newest(config.out_dir).get("tokens", 0) for name, config in self.wanted.items()}
 
     def state(self, before, started):
-        """How far the whole sweep is, in words."""
+        """How far the sweep is, in words."""
         now, all_tokens = self.tokens(), sum(end_of(c) for c in self.wanted.values())
         fresh = sum(now.values()) - sum(before.values())
         left = max(0, all_tokens - sum(now.values()))
@@ -203,63 +203,3 @@ def only_one(folder):
         yield lock
     finally:
         os.close(lock)
-
-
-# -- rows
-
-class Rows:
-    """The rows of a sweep of trials, in <folder>/sweep.json, which is whole after every row."""
-
-    def __init__(self, folder, command, settings, machine, retry=False):
-        self.path = os.path.join(folder, NAME)
-        self.saved = {"command": command, "settings": settings, "machine": machine, "rows": []}
-        old = read_json(self.path)
-        if old:
-            differ = [k for k in settings if plain(settings[k]) != plain(old["settings"].get(k))]
-            if differ:
-                listed = ", ".join(f"{k} is {settings[k]!r}, there it is {old['settings'].get(k)!r}" for k in differ)
-                raise ConfigError(f"{self.path} is of other settings: {listed}; give another --out_dir, or remove it")
-            self.saved["rows"] = [r for r in old["rows"] if r["status"] == "ok" or not retry]
-
-    def find(self, what):
-        """The row of a trial {key: value}, or None."""
-        return next((row for row in self.saved["rows"] if all(row[k] == v for k, v in what.items())), None)
-
-    def add(self, row):
-        self.saved["rows"].append(row)
-        self.write()
-        return row
-
-    def write(self, **more):
-        self.saved |= more
-        checkpoint.write_json(self.path, self.saved)
-
-
-def read_json(path):
-    try:
-        with open(path, encoding="utf-8") as f:
-            return json.load(f)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{path} is not readable ({e}): remove it to start anew") from None
-
-
-def plain(value):
-    return list(value) if isinstance(value, tuple) else value
-
-
-def table(rows):
-    """Text in columns; rows of strings, the first is the head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  " + "  ".join(text.rjust(width) for text, width in zip(row, widths)).rstrip() for row in rows)
-
-
-def command(script, args, *more, without=()):
-    """The line to type next: the config and options of this one, but for the keys `without`."""
-    kept = [a for a in args.rest if a.removeprefix("--").partition("=")[0] not in without]
-    return "    " + shlex.join(["python", *script.split(), *([args.config] if args.config else []), *kept, *more])
-
-
-def size(number):
-    return "-" if number is None else f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"

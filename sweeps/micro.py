@@ -19,54 +19,36 @@ import dataclasses
 import os
 import time
 
-import configurator
-import plot
 import schedule
 from configurator import ConfigError
-from sweeps import jobs, trial
-from trainer import batches, hardware, log, plan
+from plots import style
+from sweeps import common, trial
+from trainer import batches, checkpoint, hardware, log, plan
 
 OPTIONS = {"none": "", "block": ", checkpointed"}
 ACCUMULATIONS = (1, 2, 4, 8, 16)
 GROWTH = 0.02  # share of the peak that memory may differ by between accumulations: the allocator is not exact
 START_UP = 6.0  # seconds of a process before its first step, for estimates
 OTHER_STEPS = 2  # of a trial, beside the measured ones: the warm-up, and one that counts bytes
-GUESS = 0.4  # share of the matrix-product ceiling that an estimate presumes
 
 
-def common_arguments(parser):
-    parser.add_argument("config", nargs="?", help="a config file; --key=value on top of it")
+def throughput_arguments(parser):
+    common.arguments(parser)
     parser.add_argument("--memory_limit", help="bytes that a trial may take, e.g. 4G; default: on a CPU 80%% of what is free, "
                                                "on CUDA all")
     parser.add_argument("--timeout", default="300", help="seconds after which a trial counts as hanging")
     parser.add_argument("--seconds", default="2", help="measure for at least so long (and at least 3 steps)")
     parser.add_argument("--within", default="0.03", help="speeds closer than this share count as equal")
     parser.add_argument("--retry", action="store_true", help="try again what did not fit, hung or failed")
-    parser.add_argument("--dry_run", action="store_true", help="say what would be tried and how long it might take")
 
 
 def memory_arguments(parser):
-    common_arguments(parser)
+    throughput_arguments(parser)
     parser.add_argument("--max_micro_batch", default="512", help="do not go beyond")
     parser.add_argument("--micro_batches", help="try exactly these, e.g. 1,4,6, without a search")
 
 
-def throughput_arguments(parser):
-    common_arguments(parser)
-
-
 # -- what a trial is
-
-def number(args, name, least=0.0, kind=float):
-    text = getattr(args, name)
-    try:
-        value = kind(text)
-    except ValueError:
-        value = None
-    if value is None or not value >= least or value == float("inf"):
-        raise ConfigError(f"--{name}={text}: expected a {'whole ' if kind is int else ''}number of at least {least:g}")
-    return value
-
 
 def parse_bytes(text):
     """4G, 500M, 2.5GB, 1000000 -> bytes."""
@@ -88,22 +70,50 @@ def free_memory():
         return None
 
 
+class Rows:
+    """The rows of a sweep of trials, in <folder>/sweep.json, written after every row."""
+
+    def __init__(self, folder, command, settings, machine, retry=False):
+        self.path = os.path.join(folder, common.NAME)
+        self.saved = {"command": command, "settings": settings, "machine": machine, "rows": []}
+        old = common.read_json(self.path)
+        if old:
+            differ = [k for k in settings if common.as_json(settings[k]) != common.as_json(old["settings"].get(k))]
+            if differ:
+                listed = ", ".join(f"{k} is {settings[k]!r}, there it is {old['settings'].get(k)!r}" for k in differ)
+                raise ConfigError(f"{self.path} is of other settings: {listed}; give another --out_dir, or remove it")
+            self.saved["rows"] = [r for r in old["rows"] if r["status"] == "ok" or not retry]
+
+    def find(self, what):
+        """The row of a trial {key: value}, or None."""
+        return next((row for row in self.saved["rows"] if all(row[k] == v for k, v in what.items())), None)
+
+    def add(self, row):
+        self.saved["rows"].append(row)
+        self.write()
+        return row
+
+    def write(self, **more):
+        self.saved |= more
+        checkpoint.write_json(self.path, self.saved)
+
+
 class Trials:
     """Trials of one command: from sweep.json, or run now and added to it."""
 
     def __init__(self, args, name, warmup=None):
         self.args, self.warmup = args, warmup
-        self.config = configurator.parse([*([args.config] if args.config else []), *args.rest])
+        self.config = common.parse(args)
         self.device = hardware.pick_device(self.config.device)
         self.dtype = hardware.pick_dtype(self.config.dtype, self.device)
         self.vocab_size = batches.Dataset(self.config.dataset, self.config.block_size).vocab_size  # fails early, and here
-        self.timeout, self.seconds = number(args, "timeout", 1), number(args, "seconds")
-        self.within = number(args, "within")
+        self.timeout, self.seconds = common.number(args, "timeout", 1), common.number(args, "seconds")
+        self.within = common.number(args, "within")
         asked = parse_bytes(args.memory_limit) if args.memory_limit else None
         self.limit = asked or (int(0.8 * free_memory()) if self.device == "cpu" and free_memory() else None)
         self.folder = os.path.join(self.config.out_dir, "sweep", name)
-        self.settings = {**settings_of(self.config, self.device, self.vocab_size), "memory_limit": asked}
-        self.rows = jobs.Rows(self.folder, args.asked, self.settings, machine(self.device), args.retry)
+        self.settings = {**common.settings_of(self.config, self.device, self.vocab_size), "memory_limit": asked}
+        self.rows = Rows(self.folder, args.asked, self.settings, common.machine(self.device), args.retry)
 
     def __call__(self, micro, accum=1, checkpointing="none", compile=False):
         what = {"micro_batch_size": micro, "accum": accum, "activation_checkpointing": checkpointing, "compile": compile}
@@ -124,30 +134,13 @@ class Trials:
         """Seconds that trials of so many sequences, all steps together, might take."""
         ceiling = hardware.matmul_ceiling(self.device, self.dtype)
         flops = plan.flops_per_token(self.config, self.vocab_size) * self.config.block_size * sequences
-        return trials * (START_UP + self.seconds) + flops / (GUESS * ceiling)
+        return trials * (START_UP + self.seconds) + flops / (common.GUESS * ceiling)
 
     def finish(self, result, picture):
         self.rows.write(result=result)
-        path = os.path.join(self.folder, "sweep.png")
+        path, line = common.where(self.folder)
         picture(self.rows.saved["rows"], result, path)
-        return f"Picture: {path}    Numbers: {self.rows.path}"
-
-
-def settings_of(config, device, vocab_size):
-    """What the numbers of a trial depend on, beside what is swept."""
-    from model import GPTConfig
-    names = [k for k in vars(config) if k in GPTConfig.__dataclass_fields__ and k != "activation_checkpointing"]
-    names += ["dtype", "gns", "gns_adam", "gns_crosscheck", "grad_stats"]
-    return {**{k: jobs.plain(getattr(config, k)) for k in names}, "calibrates": config.gns_calibrate_tokens > 0,
-            "device": device, "vocab_size": vocab_size, "threads": threads()}
-
-
-def threads():
-    return os.environ.get("OMP_NUM_THREADS") or str(hardware.usable_cores())
-
-
-def machine(device):
-    return {**hardware.facts(device), "threads": int(threads())}
+        return line
 
 
 def in_words(row):
@@ -156,25 +149,25 @@ def in_words(row):
     if row["status"] != "ok":
         return f"{what}: {row['status']} ({row['why']})"
     rate = log.count(row["tok_per_sec" if row["accum"] > 1 else "tok_per_sec_micro"])
-    return f"{what}: {row['micro_step_ms']:.0f} ms a micro-step, {rate} tok/s, {jobs.size(row['peak'])}"
+    return f"{what}: {row['micro_step_ms']:.0f} ms a micro-step, {rate} tok/s, {common.size(row['peak'])}"
 
 
 # -- memory
 
 def memory(args):
     trials = Trials(args, "memory", warmup=2)
-    largest = number(args, "max_micro_batch", 1, int)
-    exactly = whole_list("--micro_batches", args.micro_batches) if args.micro_batches else None
+    largest = common.number(args, "max_micro_batch", 1, int)
+    exactly = common.integers(args, "micro_batches") if args.micro_batches else None
     if args.dry_run:
         sizes = exactly or [m for m in (2**i for i in range(20)) if m <= largest]
         seconds = trials.estimate(sum(sizes) * 2 * (OTHER_STEPS + trial.MIN_STEPS), 2 * len(sizes) + 1)
         until = "" if exactly else " until one does not fit, and between"
         print(f"would try micro-batches {', '.join(map(str, sizes))}{until}, "
-              f"without and with activation checkpointing, and torch.compile once; limit {jobs.size(trials.limit)}\n"
+              f"without and with activation checkpointing, and torch.compile once; limit {common.size(trials.limit)}\n"
               f"{len(trials.rows.saved['rows'])} are done; at most about {log.duration(seconds)} if all fit, "
               f"{args.timeout} s each at most")
         return 0
-    print(f"limit {jobs.size(trials.limit)}; rows are kept in {trials.rows.path}", flush=True)
+    print(f"limit {common.size(trials.limit)}; rows are kept in {trials.rows.path}", flush=True)
     given = any(a.startswith("--activation_checkpointing=") for a in args.rest)
     for checkpointing in [trials.config.activation_checkpointing] if given else ["none", "block"]:
         search(lambda m: trials(m, checkpointing=checkpointing), largest, exactly)
@@ -189,16 +182,6 @@ def memory(args):
     where = trials.finish(result, draw_memory)
     print(memory_table(trials.rows.saved["rows"], result), *result["says"], where, "", *result["next"], sep="\n")
     return 0 if result["take"] else 1
-
-
-def whole_list(option, text):
-    try:
-        values = [int(word) for word in text.split(",")]
-    except ValueError:
-        values = []
-    if not values or min(values) < 1:
-        raise ConfigError(f"{option}={text}: expected whole numbers above 0, such as 1,2,4")
-    return values
 
 
 def search(measure, largest, exactly=None):
@@ -264,7 +247,7 @@ def memory_result(rows, within, args):
     says.append(f"Take {in_words(take).split(':')[0]}: the smallest within {within:.0%} of the best speed, "
                 f"{log.count(best['tok_per_sec_micro'])} tok/s (micro-batch {best['micro_batch_size']}"
                 f"{OPTIONS[best['activation_checkpointing']]}{', compiled' if best['compile'] else ''}), "
-                f"in {jobs.size(take['peak'])}. A larger one would only coarsen the steps in which the batch moves.")
+                f"in {common.size(take['peak'])}. A larger one would only coarsen the steps in which the batch moves.")
     compiled, plain = (fastest([r for r in rows if r["compile"] is on]) for on in (True, False))
     if compiled and plain:
         share = compiled["tok_per_sec_micro"] / plain["tok_per_sec_micro"]
@@ -272,10 +255,9 @@ def memory_result(rows, within, args):
                     "without.")
     failed = [r for r in rows if r["compile"] and r["status"] != "ok"]
     says += [f"torch.compile: {r['status']} ({r['why']})." for r in failed[:1] if not compiled]
-    lines = ["In the config:", *(f"    {k} = {v!r}" for k, v in keys.items()), "Next:",
-             jobs.command("sweep.py throughput", args)]
     points = [{k: r[k] for k in ("micro_batch_size", "activation_checkpointing", "compile")} for r in frontier(rows)]
-    return {"take": keys, "largest": largest, "within": within, "frontier": points, "says": says, "next": lines}
+    return {"take": keys, "largest": largest, "within": within, "frontier": points, "says": says,
+            "next": common.what_next(keys, "sweep.py throughput", args)}
 
 
 def memory_table(rows, result):
@@ -287,20 +269,20 @@ def memory_table(rows, result):
             cells.append((*what, "-", "-", "-", "-", "-", r["status"]))
             continue
         keys = {k: r[k] for k in ("micro_batch_size", "activation_checkpointing", "compile")}
-        cells.append((*what, jobs.size(r["peak"]), jobs.size(r["peak_allocated"]), f"{r['micro_step_ms']:.1f}",
+        cells.append((*what, common.size(r["peak"]), common.size(r["peak_allocated"]), f"{r['micro_step_ms']:.1f}",
                       log.count(r["tok_per_sec_micro"]), f"{r['ceiling']:.0%}", "frontier" if keys in marked else ""))
-    return jobs.table(cells) + "\n"
+    return style.table(cells) + "\n"
 
 
 def draw_memory(rows, result, path):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     groups = {}
     for r in sorted(rows, key=lambda r: r["micro_batch_size"]):
         groups.setdefault((r["compile"], r["activation_checkpointing"]), []).append(r)
     base = min((r["before"] for r in rows if r.get("before")), default=None)
     order = sorted(groups, key=lambda g: (g[0], g[1] != "none"))
-    for color, (compiled, option), own in zip(plot.COLORS, order, (groups[g] for g in order)):
+    for color, (compiled, option), own in zip(style.COLORS, order, (groups[g] for g in order)):
         name = ("no checkpointing" if option == "none" else "every block checkpointed") + (", compiled" if compiled else "")
         ok = [r for r in own if r["status"] == "ok"]
         micro = [r["micro_batch_size"] for r in ok]
@@ -317,39 +299,20 @@ def draw_memory(rows, result, path):
         right.axvline(result["take"]["micro_batch_size"], color="#444444", ls="--", lw=1, label="taken")
     left.set_title("Peak memory (GB)")
     right.set_title("Tokens per second")
-    right.yaxis.set_major_formatter(lambda v, _: log.count(v))
+    style.counts(right.yaxis)
     for ax in (left, right):
-        ax.set_xscale("log", base=2)
-        ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        style.doublings(ax)
         ax.set_ylim(bottom=0)
         ax.set_xlabel("micro-batch (sequences)")
         ax.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)
 
 
 # -- throughput
 
-def found_micro_batch(config, rest, settings):
-    """(what to set, where it is from): the command line, the memory sweep beside, the config."""
-    compiles = config.compile == "True" or (config.compile == "auto" and settings["device"] == "cuda")
-    own = {"micro_batch_size": config.micro_batch_size, "activation_checkpointing": config.activation_checkpointing,
-           "compile": str(compiles)}
-    path = os.path.join(config.out_dir, "sweep", "memory", jobs.NAME)
-    saved = jobs.read_json(path)
-    if any(a.startswith("--micro_batch_size=") for a in rest):
-        return own, "as given"
-    if not saved or not (saved.get("result") or {}).get("take"):
-        return own, "from the config: there is no finished sweep.py memory"
-    differ = [k for k, v in settings.items() if k != "memory_limit" and saved["settings"].get(k) != v]
-    if differ:
-        return own, f"from the config: {path} is of other settings ({', '.join(differ)})"
-    return saved["result"]["take"], f"from {path}"
-
-
 def throughput(args):
     trials = Trials(args, "throughput")
-    keys, source = found_micro_batch(trials.config, args.rest, trials.settings)
+    keys, source = common.found_micro_batch(trials.config, args.rest, trials.settings)
     micro = keys["micro_batch_size"]
     print(f"micro-batch {micro}, {source}", flush=True)
     if args.dry_run:
@@ -375,9 +338,8 @@ def throughput_result(rows, keys, within, args):
             f"accumulation {ok[0]['accum']}."]
     grows = memory_grows(ok)
     says.append(grows["says"])
-    lines = ["In the config:", *(f"    {k} = {v!r}" for k, v in keys.items()), "Next:",
-             jobs.command("sweep.py quality", args)]
-    return {"take": {**keys, "batch_size": batch}, "memory_grows": grows["grows"], "says": says, "next": lines}
+    return {"take": {**keys, "batch_size": batch}, "memory_grows": grows["grows"], "says": says,
+            "next": common.what_next(keys, "sweep.py quality", args)}
 
 
 def memory_grows(rows):
@@ -393,13 +355,13 @@ def memory_grows(rows):
     extra = max(several) - one[key] if one else 0
     grows = max(several) > (1 + GROWTH) * min(several) or (one and extra > one["gradient_bytes"] + GROWTH * one[key])
     words = (f"Memory {'of tensors ' if key == 'peak_allocated' else ''}does {'' if grows else 'not '}grow with accumulation: "
-             f"{jobs.size(min(several))} to {jobs.size(max(several))} with 2 micro-batches and more")
+             f"{common.size(min(several))} to {common.size(max(several))} with 2 micro-batches and more")
     if one:
-        words += (f", {jobs.size(one[key])} with one; a second finds the first one's gradient "
-                  f"({jobs.size(one['gradient_bytes'])}) in memory")
+        words += (f", {common.size(one[key])} with one; a second finds the first one's gradient "
+                  f"({common.size(one['gradient_bytes'])}) in memory")
     process = [r["peak"] for r in rows]
     if key == "peak_allocated" and not grows and max(process) > (1 + GROWTH) * min(process):
-        words += (f". The process itself went from {jobs.size(min(process))} to {jobs.size(max(process))}: pieces that the "
+        words += (f". The process itself went from {common.size(min(process))} to {common.size(max(process))}: pieces that the "
                   "allocator keeps and cannot use, so leave it room")
     return {"grows": bool(grows), "says": words + "."}
 
@@ -412,42 +374,26 @@ def throughput_table(rows):
             cells.append((*what, "-", "-", "-", "-", "-", r["status"]))
             continue
         cells.append((*what, f"{r['micro_step_ms'] * r['accum'] + r['update_ms']:.0f}", log.count(r["tok_per_sec"]),
-                      f"{r['update_share']:.1%}", jobs.size(r["peak"]), jobs.size(r["peak_allocated"]), ""))
-    return jobs.table(cells) + "\n"
+                      f"{r['update_share']:.1%}", common.size(r["peak"]), common.size(r["peak_allocated"]), ""))
+    return style.table(cells) + "\n"
 
 
 def draw_throughput(rows, result, path):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained")
     ok = [r for r in rows if r["status"] == "ok"]
     batch = [r["micro_batch_size"] * r["accum"] for r in ok]
     parts = (("Tokens per second", [r["tok_per_sec"] for r in ok], log.count),
              ("Update, share of the step", [r["update_share"] for r in ok], "{:.1%}".format),
              ("Peak memory (GB)", [r["peak"] / 1e9 for r in ok], "{:.3g}".format))
-    for ax, color, (title, values, show) in zip(axes, plot.COLORS, parts):
+    for ax, color, (title, values, show) in zip(axes, style.COLORS, parts):
         ax.plot(batch, values, "o-", color=color)
         ax.set_title(title)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(batch)
-        ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        style.doublings(ax, batch)
         ax.yaxis.set_major_formatter(lambda v, _, show=show: show(v))
         ax.set_ylim(0, 1.15 * max(values, default=1))
         ax.set_xlabel("effective batch (sequences)")
     if ok and all(r["peak_allocated"] for r in ok):
-        axes[2].plot(batch, [r["peak_allocated"] / 1e9 for r in ok], "s--", color=plot.COLORS[4], label="of tensors alone")
+        axes[2].plot(batch, [r["peak_allocated"] / 1e9 for r in ok], "s--", color=style.COLORS[4], label="of tensors alone")
         axes[2].legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-def speed(config, device, dtype, vocab_size):
-    """(tokens/s to expect, where that is known from), for estimates of longer sweeps."""
-    saved = jobs.read_json(os.path.join(config.out_dir, "sweep", "throughput", jobs.NAME))
-    known = [r["tok_per_sec"] for r in (saved or {}).get("rows", []) if r["status"] == "ok"]
-    if known and all(saved["settings"].get(k) == v for k, v in settings_of(config, device, vocab_size).items()
-                     if k not in ("grad_stats", "gns", "calibrates")):
-        return max(known), "as sweep.py throughput measured"
-    ceiling = hardware.matmul_ceiling(device, dtype)
-    return GUESS * ceiling / plan.flops_per_token(config, vocab_size), f"at {GUESS:.0%} of the matrix-product ceiling, a guess"
-
-
+    style.save(figure, path)

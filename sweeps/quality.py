@@ -23,10 +23,9 @@ import os
 import numpy as np
 
 import configurator
-import plot
 from configurator import ConfigError
-from sweeps import jobs
-from sweeps import micro as sweep_micro
+from plots import style
+from sweeps import common, jobs
 from trainer import batches, checkpoint, hardware, log
 
 KEYS = ("grad/coherence", "grad/coherence_total", "grad/norm", "grad/mean", "grad/variance", "adam/snr", "update/norm",
@@ -34,33 +33,31 @@ KEYS = ("grad/coherence", "grad/coherence_total", "grad/norm", "grad/mean", "gra
 
 
 def arguments(parser):
-    parser.add_argument("config", nargs="?", help="a config file; --key=value on top of it")
+    common.arguments(parser)
+    jobs.arguments(parser)
     parser.add_argument("--steps", default="200", help="steps at each effective batch; the second half is averaged")
     parser.add_argument("--gain", default="0.2", help="what a doubling must gain to be worth its tokens")
     parser.add_argument("--accumulations", default="1,2,4,8,16", help="micro-batches in a step")
-    parser.add_argument("--jobs", default="1", help="runs at a time")
-    parser.add_argument("--in_process", action="store_true", help="for runs of seconds: no process for each")
-    parser.add_argument("--dry_run", action="store_true", help="say what would be run and how long it might take")
 
 
 def quality(args):
-    config = configurator.parse([*([args.config] if args.config else []), *args.rest])
+    config = common.parse(args)
     device = hardware.pick_device(config.device)
     vocab_size = batches.Dataset(config.dataset, config.block_size).vocab_size
-    steps, gain = sweep_micro.number(args, "steps", 4, int), sweep_micro.number(args, "gain")
-    accumulations = sorted(set(sweep_micro.whole_list("--accumulations", args.accumulations)))
+    steps, gain = common.number(args, "steps", 4, int), common.number(args, "gain")
+    accumulations = sorted(set(common.integers(args, "accumulations")))
     if accumulations[-1] < 2:
         raise ConfigError(f"--accumulations={args.accumulations}: nothing to compare without a 2 or more in it")
-    keys, source = sweep_micro.found_micro_batch(config, args.rest, sweep_micro.settings_of(config, device, vocab_size))
+    keys, source = common.found_micro_batch(config, args.rest, common.settings_of(config, device, vocab_size))
     config = dataclasses.replace(config, **keys)
     micro = config.micro_batch_size
     folder = os.path.join(config.out_dir, "sweep", "quality")
     wanted = {f"batch{micro * a}": run_config(config, micro * a, steps) for a in accumulations}
-    group = jobs.Group(wanted, folder, sweep_micro.number(args, "jobs", 1, int), not args.in_process)
+    group = jobs.Group(wanted, folder, common.number(args, "jobs", 1, int), not args.in_process)
     print(f"micro-batch {micro}, {source}; {steps} steps at each of {', '.join(str(micro * a) for a in accumulations)} "
           f"sequences, learning rate {config.learning_rate:g}", flush=True)
     if args.dry_run:
-        rate, known = sweep_micro.speed(config, device, hardware.pick_dtype(config.dtype, device), vocab_size)
+        rate, known = common.speed(config, device, hardware.pick_dtype(config.dtype, device), vocab_size)
         tokens = sum(wanted[name].max_tokens for name in group.missing())
         print(f"{len(group.missing())} of {len(wanted)} runs to do, {log.count(tokens)} tokens: about "
               f"{log.duration(tokens / rate)} {known}")
@@ -70,15 +67,14 @@ def quality(args):
         raise ConfigError(f"{len(group.failed)} of {len(wanted)} runs failed, {next(iter(group.failed.values()))}")
     logs = [log.read(c.out_dir) for c in group.wanted.values()]
     rows = [average(own, micro, config.beta1) for own in logs]
-    result = verdict(rows, gains([growth(second_half(own)) for own in logs], micro), micro, gain, args)
-    settings = {k: jobs.plain(v) for k, v in vars(config).items() if k not in checkpoint.FREE_KEYS | set(CHANGED)} | keys
-    checkpoint.write_json(os.path.join(folder, jobs.NAME), {
-        "command": args.asked, "settings": {**settings, "steps": steps}, "machine": sweep_micro.machine(device), "rows": rows,
+    result = result_of(rows, gains([growth(second_half(own)) for own in logs], micro), micro, gain, args)
+    settings = {k: common.as_json(v) for k, v in vars(config).items() if k not in checkpoint.FREE_KEYS | set(CHANGED)} | keys
+    checkpoint.write_json(os.path.join(folder, common.NAME), {
+        "command": args.asked, "settings": {**settings, "steps": steps}, "machine": common.machine(device), "rows": rows,
         "result": result})
-    picture = os.path.join(folder, "sweep.png")
+    picture, line = common.where(folder)
     draw(rows, result, picture)
-    print("\n" + quality_table(rows, result["gains"]), *result["says"],
-          f"Picture: {picture}    Numbers: {os.path.join(folder, jobs.NAME)}", "", *result["next"], sep="\n")
+    print("\n" + table(rows, result["gains"]), *result["says"], line, "", *result["next"], sep="\n")
     return 0
 
 
@@ -144,7 +140,7 @@ def ratio(a, b):
     return float(r - 1), float(np.std(a - r * b, ddof=1) / len(a) ** 0.5 / b.mean()) if len(a) > 1 else float("nan")
 
 
-def verdict(rows, pooled, micro, least, args):
+def result_of(rows, pooled, micro, least, args):
     """The largest batch all of whose doublings gained at least `least`, by the steps of all runs together."""
     meaningful, beyond = micro, None
     for batch, own in pooled.items():
@@ -175,12 +171,11 @@ def verdict(rows, pooled, micro, least, args):
     sizes = ",".join(str(b) for b in (meaningful // 2, meaningful, 2 * meaningful) if b >= micro)
     options = {"batch_schedule": "constant", "micro_batch_size": micro, "batch_size": sizes, "lr_scaling": "sqrt",
                "seed": "0,1,2"}
-    lines = ["In the config:", *(f"    {k} = {v!r}" for k, v in take.items()), "Next:",
-             jobs.command("sweep.py runs", args, *(f"--{k}={v}" for k, v in options.items()), without=options)]
+    lines = common.what_next(take, "sweep.py runs", args, *(f"--{k}={v}" for k, v in options.items()), without=options)
     return {"take": take, "beyond": beyond, "gain": least, "gains": pooled, "says": says, "next": lines}
 
 
-def quality_table(rows, pooled):
+def table(rows, pooled):
     cells = [("batch", "coherence", "with total (noise)", "|gradient|", "mean", "variance", "gain of doubling", "adam snr",
               "|update|", "update ratio", "noise scale")]
     for r in rows:
@@ -192,21 +187,21 @@ def quality_table(rows, pooled):
             f"{r['grad/norm']:.3g}", f"{r['grad/mean']:.1e}", f"{r['grad/variance']:.2e}",
             "-" if own is None else f"{own['gain']:.0%} +- {own['se']:.0%}", f"{r['adam/snr']:.3f}", f"{r['update/norm']:.3g}",
             f"{r['update/ratio']:.2e}", "undetermined" if not noise else "{value:.3g} [{low:.3g}, {high:.3g}]".format(**noise)))
-    return jobs.table(cells) + "\n"
+    return style.table(cells) + "\n"
 
 
 def draw(rows, result, path):
-    plt = plot.pyplot()
+    plt = style.pyplot()
     figure, ((coherence, gain, snr), (norm, variance, update)) = plt.subplots(2, 3, figsize=(13, 7.6), layout="constrained")
     batch = [r["batch_size"] for r in rows]
 
     def line(ax, key, **style):
         have = [(r["batch_size"], r[key], 2 * (r[key + "_se"] or 0)) for r in rows if r[key] is not None]
         ax.errorbar(*zip(*have), fmt="o-", capsize=3, **style)
-    line(coherence, "grad/coherence", color=plot.COLORS[0], label="successive micro-batches")
-    line(coherence, "grad/coherence_total", color=plot.COLORS[1], label="each with the whole step")
+    line(coherence, "grad/coherence", color=style.COLORS[0], label="successive micro-batches")
+    line(coherence, "grad/coherence_total", color=style.COLORS[1], label="each with the whole step")
     floor = [r["coherence_total_noise"] for r in rows]
-    coherence.plot(batch, floor, ls=":", color=plot.COLORS[1], label="the same, pure noise")
+    coherence.plot(batch, floor, ls=":", color=style.COLORS[1], label="the same, pure noise")
     coherence.axhline(0, color="#888888", lw=1)
     shades = plt.get_cmap("viridis")
     for i, r in enumerate(rows):
@@ -222,21 +217,18 @@ def draw(rows, result, path):
     noise = rows[-1]["noise_scale"]
     if noise:
         x = np.geomspace(min(batch), max(batch), 50)
-        gain.plot(x, noise["value"] / (x + noise["value"]), color=plot.COLORS[1], ls="--", lw=1.2, label="by the noise scale")
-    line(snr, "adam/snr", color=plot.COLORS[2], label="|m| / sqrt(v)")
-    snr.axhline(rows[0]["snr_noise"], color=plot.COLORS[2], ls=":", label="pure noise")
-    line(update, "update/ratio", color=plot.COLORS[3], label="|update| / |weights|")
+        gain.plot(x, noise["value"] / (x + noise["value"]), color=style.COLORS[1], ls="--", lw=1.2, label="by the noise scale")
+    line(snr, "adam/snr", color=style.COLORS[2], label="|m| / sqrt(v)")
+    snr.axhline(rows[0]["snr_noise"], color=style.COLORS[2], ls=":", label="pure noise")
+    line(update, "update/ratio", color=style.COLORS[3], label="|update| / |weights|")
     titles = {coherence: "Coherence (cosine)", gain: "Gain of the doubling to this batch", snr: "Adam's signal to noise",
               norm: "|gradient| as it grows", variance: "Its variance as it grows", update: "Update over weights"}
     for ax, title in titles.items():
         ax.set_title(title)
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(batch)
-        ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        style.doublings(ax, batch)
         ax.set_ylim(bottom=0 if ax is not coherence else None)
         ax.legend(fontsize=9)
     variance.yaxis.set_major_formatter(lambda v, _: f"{v:.1e}" if v else "0")
     for ax in (norm, variance, update):
         ax.set_xlabel("effective batch (sequences)")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    style.save(figure, path)

@@ -3,12 +3,12 @@ One trial of `sweep.py memory` and `sweep.py throughput`: a few optimizer steps 
 memory of a process that does nothing else. Here is both the process (main) and who starts it (run), with a timeout:
 whatever happens to the process is one row.
 
-    python trial.py '{"config": {"micro_batch_size": 8, ...}, "accum": 1, "warmup_accum": 2, "seconds": 2, "memory_limit": null,
-                      "timeout": 300}'
+    python sweeps/trial.py '{"config": {"micro_batch_size": 8, ...}, "accum": 1, "warmup_accum": 2, "seconds": 2,
+                             "memory_limit": null, "timeout": 300}'
 
 prints one line of JSON. The first step is the warm-up; where a run calibrates its noise scale, it is an exact step, as in the
 run. For sweep.py memory it also has two micro-batches, of which the second finds the first one's gradient in memory: so the
-peak is that of a whole run.
+peak is that of a long run.
 """
 
 import json
@@ -20,7 +20,6 @@ import sys
 import time
 
 SCRIPT = os.path.abspath(__file__)
-sys.path.insert(0, os.path.dirname(os.path.dirname(SCRIPT)))
 MIN_STEPS = 3
 OUT_OF_MEMORY = ("can't allocate", "cannot allocate memory", "out of memory", "bad_alloc", "not enough memory",
                  "thread creation failed")
@@ -40,7 +39,7 @@ def run(spec):
         if process.poll() is None:  # a hang, or Ctrl-C here: end it with all that it started
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    row = verdict(process.returncode, out, err)
+    row = row_of(process.returncode, out, err)
     return row | {"why": without_folders(row["why"])} if "why" in row else row
 
 
@@ -49,7 +48,7 @@ def without_folders(text):
     return re.sub(r"(?<![\w.])/\S*/", "", text)
 
 
-def verdict(code, out, err):
+def row_of(code, out, err):
     """What a process that ended has to say, whichever way it ended."""
     lines = [line for line in err.strip().splitlines() if line.strip()]
     last = lines[-1].strip()[:200] if lines else "no message"
@@ -201,7 +200,7 @@ def peak_memory(device, before, step, optimizer):
         import resource
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     try:
-        from bench import peak_bytes
+        from benchmarks.tools import peak_bytes
         state = [t for part in optimizer.parts for group in part.param_groups for p in group["params"]
                  for t in (p, *part.state[p].values())]
         allocated = sum(t.numel() * t.element_size() for t in state) + peak_bytes(step, warm_up=False)
@@ -211,4 +210,5 @@ def peak_memory(device, before, step, optimizer):
 
 
 if __name__ == "__main__":
+    sys.path[0] = os.path.dirname(os.path.dirname(SCRIPT))
     sys.exit(main())

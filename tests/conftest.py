@@ -39,9 +39,9 @@ def tiny_data(tmp_path_factory):
 @pytest.fixture
 def tiny(tmp_path, tiny_data, monkeypatch):
     """tiny(module, *arguments): an experiment in its tiny setting; returns its numbers file. tiny.runs: folders it ran."""
-    import plot
+    from plots import report
     from sweeps import jobs
-    monkeypatch.setattr(plot, "report", lambda out_dir: f"{out_dir}/report.png")  # not every run's picture
+    monkeypatch.setattr(report, "draw", lambda out_dir: f"{out_dir}/report.png")  # not every run's picture
     real = jobs.run_training
 
     def run_training(config, *how, **changes):

@@ -12,19 +12,21 @@ import torch
 
 import bench
 import ln_kernel
+from benchmarks import data as data_benchmark
+from benchmarks import kernel, profile, step, tools
 
 
 @pytest.fixture
 def tiny_models(monkeypatch):
     shape = dict(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=11)
-    monkeypatch.setattr(bench, "MODELS", {"tiny": (shape, 3)})
+    monkeypatch.setitem(tools.MODELS, "tiny", (shape, 3))
     return shape
 
 
 def test_every_variant_takes_its_turn_in_every_round():
     calls = []
     variants = {n: (lambda n=n: calls.append(n) or {"t": 1.0}) for n in "abc"}
-    samples = bench.interleave(variants, seconds=0, min_rounds=4)
+    samples = tools.interleave(variants, seconds=0, min_rounds=4)
     assert all(len(s["t"]) == 4 for s in samples.values())
     rounds = calls[6:]  # after two warm-up calls each
     assert [sorted(rounds[i:i + 3]) for i in range(0, 12, 3)] == [list("abc")] * 4
@@ -47,7 +49,7 @@ def test_the_models_compared_compute_the_same_thing(tiny_models):
     """Plain modules with the weights of ours give the same loss, and torch.func's norms are the exact mode's."""
     from model import GPT, GPTConfig
     torch.manual_seed(0)
-    ours, plain = GPT(GPTConfig(tie_weights=False, **tiny_models)), bench.PlainGPT(**tiny_models)
+    ours, plain = GPT(GPTConfig(tie_weights=False, **tiny_models)), step.PlainGPT(**tiny_models)
     names = {"ln_1": "ln_1", "c_attn": "attn.c_attn", "proj": "attn.c_proj", "ln_2": "ln_2", "c_fc": "mlp.c_fc",
              "out": "mlp.c_proj"}
     state = ours.state_dict()
@@ -55,7 +57,7 @@ def test_the_models_compared_compute_the_same_thing(tiny_models):
     renamed |= {f"ln_f.{k}": state[f"ln_f.{k}"] for k in ("weight", "bias")}
     renamed |= {f"blocks.0.{a}.{k}": state[f"h.0.{b}.{k}"] for a, b in names.items() for k in ("weight", "bias")}
     plain.load_state_dict(renamed)
-    x, y = bench.batch_of(tiny_models, 3)
+    x, y = tools.batch_of(tiny_models, 3)
     probes = torch.zeros(len(ours.probe_sites("exact")), 2, 3, requires_grad=True)
     loss = ours(x, y, probes=probes)[1]
     loss.backward()
@@ -67,13 +69,13 @@ def test_the_models_compared_compute_the_same_thing(tiny_models):
     values = {n: p.detach() for n, p in plain.named_parameters()}
     per_sample = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(values, x, y)
     torch.testing.assert_close(plain(x).flatten(0, 1), ours(x, y)[0].flatten(0, 1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(probes.grad.sum((0, 1)) * 9, bench.sample_norms(per_sample.values()), rtol=1e-4, atol=0)
+    torch.testing.assert_close(probes.grad.sum((0, 1)) * 9, step.sample_norms(per_sample.values()), rtol=1e-4, atol=0)
 
 
 def test_peak_bytes_sees_what_a_step_allocates_and_gives_back():
     big = 1 << 20
-    assert bench.peak_bytes(lambda: torch.zeros(big)) == 4 * big
-    assert bench.peak_bytes(lambda: [torch.zeros(big) for _ in range(3)]) == 12 * big
+    assert tools.peak_bytes(lambda: torch.zeros(big)) == 4 * big
+    assert tools.peak_bytes(lambda: [torch.zeros(big) for _ in range(3)]) == 12 * big
 
 
 # ---- step --against: a stand-in for a nanoGPT checkout, with its interface and names
@@ -137,9 +139,8 @@ def run_against(path, out, monkeypatch):
 
 @pytest.fixture
 def tiny_bench(monkeypatch):
-    from benchmarks import tools as bench_tools
     shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
-    monkeypatch.setitem(bench_tools.MODELS, "tiny", (shape, 3))
+    monkeypatch.setitem(tools.MODELS, "tiny", (shape, 3))
 
 
 @pytest.mark.parametrize("scale, code", [("1", 0), ("3", 1)])
@@ -188,7 +189,6 @@ class Slow(torch.autograd.Function):
 
 
 def profile_once(monkeypatch, slow_part=None, **shape):
-    from benchmarks import profile as bench_profile
     now = [0.0]
 
     def wait(seconds):
@@ -197,22 +197,21 @@ def profile_once(monkeypatch, slow_part=None, **shape):
     def tick():
         wait(1e-6)
         return now[0]
-    monkeypatch.setattr(bench_profile.time, "perf_counter", tick)
+    monkeypatch.setattr(profile.time, "perf_counter", tick)
     shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11) | shape
-    step = bench_profile.Step(shape, 3, "norm")
+    step = profile.Step(shape, 3, "norm")
     if slow_part:
         owner, name = slow_part(step.model)
         real = getattr(type(owner), name)
         monkeypatch.setattr(type(owner), name, lambda self, x, *a: real(self, Slow.apply(x, wait), *a))
     start = now[0]
-    parts = bench_profile.profiled(step, lambda: bench.batch_of(shape, 3))
+    parts = profile.profiled(step, lambda: tools.batch_of(shape, 3))
     return parts, now[0] - start
 
 
 def test_the_profiles_parts_add_up_to_the_step(monkeypatch):
-    from benchmarks import profile as bench_profile
     parts, wall = profile_once(monkeypatch)
-    assert {part for _, part in parts} == set(bench_profile.PARTS)
+    assert {part for _, part in parts} == set(profile.PARTS)
     assert sum(parts.values()) == pytest.approx(wall, abs=1e-4)  # but for the hooks being put on
     assert all(parts["backward", part] > 0 for part in ("embedding", "norms", "attention", "MLP", "head + loss"))
 
@@ -245,14 +244,12 @@ def test_profile_writes_a_table_for_a_model_and_a_config_file(tiny_bench, tmp_pa
 
 
 def test_flops_by_part_are_those_of_the_model():
-    from benchmarks import profile as bench_profile
     from model import GPT, GPTConfig
     shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
-    assert sum(bench_profile.flops(shape, 3).values()) == 24 * GPT(GPTConfig(**shape)).flops_per_token()
+    assert sum(profile.flops(shape, 3).values()) == 24 * GPT(GPTConfig(**shape)).flops_per_token()
 
 
 def test_data_compares_with_tiktoken_and_measures_memory(tmp_path, monkeypatch, capsys):
-    from benchmarks import data as bench_data
     from data import tokens
 
     class Words:
@@ -266,7 +263,7 @@ def test_data_compares_with_tiktoken_and_measures_memory(tmp_path, monkeypatch, 
             return [list(self.encode_to_numpy(text)) for text in texts]
     seen = []
     monkeypatch.setattr(tokens, "load_bpe", Words)
-    monkeypatch.setattr(bench_data, "peak_memory", lambda path, folder: os.path.getsize(path))
+    monkeypatch.setattr(data_benchmark, "peak_memory", lambda path, folder: os.path.getsize(path))
     (tmp_path / "book.txt").write_text("one two three\nfour five\n" * 100)
     monkeypatch.setattr(bench.sys, "argv", ["bench.py", "data", f"--text={tmp_path}/book.txt", "--megabytes=0.3", "--seconds=0",
                                             "--rounds=2", f"--out={tmp_path}/d.json"])
@@ -289,8 +286,8 @@ def test_startup_times_the_first_lines_of_a_run(tmp_path, monkeypatch, capsys, t
 # ---- kernel, processes, dtypes
 
 def test_kernel_compares_with_torch_and_with_copies_warm_and_from_memory(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "SHAPES", [(2, 3, 64), (1, 4, 2048), (2, 700, 2048)])
-    monkeypatch.setattr(bench, "CACHES", 1 << 20)  # the second shape fits, the third does not, in either dtype
+    monkeypatch.setattr(kernel, "SHAPES", [(2, 3, 64), (1, 4, 2048), (2, 700, 2048)])
+    monkeypatch.setattr(kernel, "CACHES", 1 << 20)  # the second shape fits, the third does not, in either dtype
     monkeypatch.setattr(bench.sys, "argv", ["bench.py", "kernel", "--seconds=0", f"--out={tmp_path}/kernel.json"])
     bench.main()
     report = json.load(open(tmp_path / "kernel.json"))
@@ -306,16 +303,16 @@ def test_kernel_compares_with_torch_and_with_copies_warm_and_from_memory(tmp_pat
 
 def test_what_is_measured_from_memory_finds_nothing_of_earlier_calls(monkeypatch):
     """Of all that is timed in turns, an input comes again only after four times the caches of other inputs of its variant."""
-    monkeypatch.setattr(bench, "CACHES", 1 << 20)
-    made, original = [], bench.kernel_inputs
+    monkeypatch.setattr(kernel, "CACHES", 1 << 20)
+    made, original = [], kernel.inputs_of
 
     def inputs(*args):
         made.append(original(*args))
         return made[-1]
-    monkeypatch.setattr(bench, "kernel_inputs", inputs)
+    monkeypatch.setattr(kernel, "inputs_of", inputs)
     used = []
-    monkeypatch.setattr(bench, "in_turn", lambda calls, device: used.append(calls))
-    assert list(bench.backward_from_memory(2, 64, 256, torch.float32)) == ["ours alone", "ours", "copy"]
+    monkeypatch.setattr(kernel, "in_turn", lambda calls, device: used.append(calls))
+    assert list(kernel.backward_from_memory(2, 64, 256, torch.float32)) == ["ours alone", "ours", "copy"]
     addresses = [both.data_ptr() for both, *_ in made]
     assert len(set(addresses)) == len(addresses) == sum(map(len, used)), "each call its own inputs"
     bytes_of_one = made[0][0].nbytes
@@ -336,7 +333,7 @@ def test_turns_hold_what_they_made_until_they_come_again():
         out = calls[i]()
         alive.append(weakref.ref(out))
         return out
-    run = bench.in_turn([functools.partial(call, i) for i in range(3)], "cpu")
+    run = kernel.in_turn([functools.partial(call, i) for i in range(3)], "cpu")
     assert len(alive) == 3, "each was called once, so that its memory is there"
     for turn in range(4):
         assert run()["backward"] >= 0
@@ -347,8 +344,8 @@ def test_turns_hold_what_they_made_until_they_come_again():
 @pytest.mark.parametrize("first, second", [("torch", "auto"), ("auto", "torch")])
 def test_steps_share_a_model_but_not_their_norm_layers_implementation(monkeypatch, first, second):
     shape = dict(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=5)
-    a = bench.Step(shape, 2, "off", norm_impl=first)
-    b = bench.Step(shape, 2, "off", norm_impl=second, like=a)
+    a = tools.Step(shape, 2, "off", norm_impl=first)
+    b = tools.Step(shape, 2, "off", norm_impl=second, like=a)
     assert a.model is b.model and a.optimizer is b.optimizer
     seen = []
     for name in ("layer_norm", "add_layer_norm"):
@@ -371,9 +368,9 @@ def test_processes_are_pooled_by_their_medians(tmp_path, monkeypatch, capsys):
         with open(command[-1].removeprefix("--out="), "w") as f:
             json.dump(report, f)
         return Done
-    monkeypatch.setattr(bench.subprocess, "run", run)
-    monkeypatch.setattr(bench, "write_json", lambda path, report: json.dump(report, open(path, "w")))
-    monkeypatch.setattr(bench, "MODELS", {"tiny": None})
+    monkeypatch.setattr(step.subprocess, "run", run)
+    monkeypatch.setattr(step, "write_json", lambda path, report: json.dump(report, open(path, "w")))
+    monkeypatch.setitem(tools.MODELS, "tiny", None)
     monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", "--models=tiny", "--processes=3",
                                             f"--out={tmp_path}/step.json"])
     assert not bench.main()
@@ -389,8 +386,34 @@ def test_other_packages_are_compared_in_float32_only(tiny_models, monkeypatch, c
 
 
 def test_a_benchmarked_step_is_charged_for_the_averages(tiny_models):
-    step = bench.Step(tiny_models, 3, "norm")
+    step = tools.Step(tiny_models, 3, "norm")
     step()
     step()
     scale = step.tracker.scales["norm"]
     assert scale.averages.updates == 2 and scale.tr_sigma > 0
+
+
+def test_grad_stats_compares_steps_with_and_without_and_takes_keys_of_train_py(tmp_path, monkeypatch, capsys, tiny_args):
+    arguments = ["bench.py", "grad_stats", "--accum=2", "--seconds=0", f"--out={tmp_path}/g.json"]
+    monkeypatch.setattr(bench.sys, "argv", [*arguments, *tiny_args()])
+    bench.main()
+    report = json.load(open(tmp_path / "g.json"))
+    assert set(report["variants"]) == {"off", "grad_stats"} and report["variants"]["off"]["ratio"] == 1.0
+    assert report["extra_gradients"] > 0.9 and report["accum"] == 2 and report["micro_batch_size"] == 4
+    assert "measured step over plain one" in capsys.readouterr().out
+    monkeypatch.setattr(bench.sys, "argv", [*arguments, "--n_layers=2"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "unknown key 'n_layers'" in capsys.readouterr().err
+
+
+def test_help_lists_every_command_and_a_wrong_option_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "--help"])
+    with pytest.raises(SystemExit):
+        bench.main()
+    text = capsys.readouterr().out
+    assert all(f"python bench.py {name}" in text for name in bench.COMMANDS)
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "kernel", "--second=2"])
+    with pytest.raises(SystemExit) as e:
+        bench.main()
+    assert e.value.code == 2 and "unrecognized arguments: --second=2" in capsys.readouterr().err

@@ -21,7 +21,7 @@ import kernel_speed  # noqa: E402
 import norm_predicts  # noqa: E402
 import phase_plot  # noqa: E402
 
-import plot  # noqa: E402
+from plots import layers  # noqa: E402
 
 SHAPES = [(1, 1, 1, 1), (3, 5, 7, 11), (2, 33, 8, 4), (5, 2, 64, 96)]
 
@@ -124,11 +124,11 @@ def test_simulated_errors_are_those_of_theory_and_of_the_jackknife(true_gns):
 
 def test_model_gradients_are_those_whose_norms_the_probes_return(tmp_path, tiny_args):
     import sample
-    import sweep
     import train
+    from sweeps import jobs
     from trainer import batches
     train.main(tiny_args(out_dir=tmp_path / "run", max_tokens=640))
-    config = sweep.read_config(tmp_path / "run")
+    config = jobs.read_config(tmp_path / "run")
     norms = batch_pairs.halving_tree(estimator_variance.model_gradients(tmp_path / "run", config, 4), top=4)
     model, _ = sample.load_model(tmp_path / "run", "cpu")
     x, y = batches.Dataset(config.dataset, config.block_size).train_batch(config.seed + 1, 0, 4, "cpu")
@@ -188,7 +188,7 @@ def test_paths_that_rise_alike_are_called_alike_and_others_not():
 
 
 def test_slope_and_r_over_seeds_are_those_put_in():
-    numbers = norm_predicts.over_seeds([plot.layer_numbers(exact_rows(factor=f, seed=s)) for s, f in enumerate((1.8, 2.2))])
+    numbers = norm_predicts.over_seeds([layers.regressions(exact_rows(factor=f, seed=s)) for s, f in enumerate((1.8, 2.2))])
     most = numbers[max(numbers)]["norm"]
     assert most["slope"] == pytest.approx(2.0, rel=0.05) and most["slope_low"] < 1.85 < 2.15 < most["slope_high"]
     assert most["r_low"] <= most["r"] <= most["r_high"] and most["r"] > 0.98
@@ -208,7 +208,7 @@ def test_kernel_times_are_over_torchs_of_the_same_round(tiny, monkeypatch):
     for times in result["widths"].values():
         assert times["torch"]["ratio"] == 1 and times["ours"]["q1_ms"] <= times["ours"]["median_ms"] <= times["ours"]["q3_ms"]
     samples = {name: {"both": [t, 2 * t, 4 * t]} for name, t in (("torch", 1.0), ("ours", 0.5), ("copy", 0.25))}
-    monkeypatch.setattr(kernel_speed.bench, "interleave", lambda variants, seconds: samples)
+    monkeypatch.setattr(kernel_speed.tools, "interleave", lambda variants, seconds: samples)
     found = kernel_speed.measure(1, 2, 4, torch.float32, "cpu", 0)
     assert found["ours"]["ratio"] == 0.5 and found["ours"]["median_ms"] == 1000
     assert "takes 0.50 of the time" in kernel_speed.finding({4: found}, "a CPU", "cpu")

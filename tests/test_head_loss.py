@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from test_model import batch, check_against_oracle, make
 
-import bench
 import train
+from benchmarks import tools
 from model import GPT, GPTConfig
 from trainer import head_loss
 
@@ -135,7 +135,7 @@ def test_rows_of_the_buffer_start_at_cache_lines(vocab_size):
 @pytest.mark.parametrize("mode", [None, "exact"])
 def test_logits_are_held_once_in_training(mode, monkeypatch):
     shape = dict(n_layer=1, n_head=1, n_embd=8, block_size=64, vocab_size=4000)
-    x, y = bench.batch_of(shape, 4)
+    x, y = tools.batch_of(shape, 4)
     logits = 4 * 256 * 4000
     peaks = []
     for worth in (1 << 40, 0):
@@ -146,7 +146,7 @@ def test_logits_are_held_once_in_training(mode, monkeypatch):
         def step():
             model(x, y, probes=probes)[1].backward()
             model.zero_grad(set_to_none=True)
-        peaks.append(bench.peak_bytes(step))
+        peaks.append(tools.peak_bytes(step))
     assert peaks[0] > 1.9 * logits and peaks[1] < 1.2 * logits + head_loss.PIECE_BYTES["cpu"]
 
 

@@ -661,8 +661,8 @@ def test_triton_backward_compiles_without_spills_and_moves_every_byte_once(C, ar
     pytest.importorskip("triton", reason="triton is not installed (Linux only)")
     if INTERPRETING:
         pytest.skip("the interpreter does not compile")
-    import bench
-    report = bench.inspect_triton("backward", "bf16", arch, C)
+    from benchmarks import triton_compile
+    report = triton_compile.inspect("backward", "bf16", arch, C)
     assert report["spill_bytes"] == 0
     assert report["bytes_per_channel_and_row"] == 6      # read x, read dy, write dx
 

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import plot
+from plots import compare, layers, report, style
 from trainer import log
 
 
@@ -22,14 +23,14 @@ def write_run(folder, n=20, **extra):
 
 def drawn(monkeypatch):
     """Keep the figure that report() draws, to look inside."""
-    plt, kept = plot.pyplot(), []
+    plt, kept = style.pyplot(), []
     monkeypatch.setattr(plt, "close", kept.append)
     return kept
 
 
 def test_the_report_shows_the_log(tmp_path, monkeypatch):
     kept = drawn(monkeypatch)
-    path = plot.report(write_run(tmp_path / "a"))
+    path = report.draw(write_run(tmp_path / "a"))
     assert path == str(tmp_path / "a" / "report.png") and os.path.getsize(path) > 20_000
     titles = {ax.get_title(loc="left"): ax for ax in kept[0].axes}
     loss = next(a for t, a in titles.items() if t.startswith("Loss"))
@@ -52,11 +53,11 @@ def test_several_runs_are_drawn_over_each_other_and_named(tmp_path, monkeypatch)
 
 def test_a_run_without_noise_scale_or_with_an_undetermined_one_draws_too(tmp_path):
     undetermined = {k: None for k in ("gns/norm", "gns/norm_low", "gns/norm_high", "gns/norm_sq_norm", "gns/norm_tr_sigma")}
-    assert os.path.exists(plot.report(write_run(tmp_path / "a", **undetermined)))
+    assert os.path.exists(report.draw(write_run(tmp_path / "a", **undetermined)))
     rows = [{"step": 1, "tokens": 1, "train/loss": 1.0, "lr": 1.0, "batch_size": 1, "tok_per_sec": 1.0}]
     os.makedirs(tmp_path / "b")
     (tmp_path / "b" / log.NAME).write_text(json.dumps(rows[0]) + "\n")
-    assert os.path.exists(plot.report(str(tmp_path / "b")))
+    assert os.path.exists(report.draw(str(tmp_path / "b")))
 
 
 @pytest.mark.parametrize("content, words", [(None, "no readable log.jsonl"), ("", "no logged step yet")])
@@ -93,8 +94,8 @@ def groups(tmp_path):
 
 
 def test_compare_finds_known_tokens_steps_and_seconds(tmp_path):
-    loaded = {name: [plot.load(d) for d in dirs] for name, dirs in groups(tmp_path).items()}
-    result = plot.comparison(loaded)
+    loaded = {name: [style.load(d) for d in dirs] for name, dirs in groups(tmp_path).items()}
+    result = compare.comparison(loaded)
     assert result["loss"] == "val" and result["target"] == pytest.approx(4.0), "the loss that both fixed runs reached"
     fixed, fast = (result["groups"][name]["at_target"] for name in ("fixed", "fast"))
     mean = (4000 + 2000 / 0.55) / 2
@@ -115,16 +116,16 @@ def test_reaching_a_loss_is_interpolated_and_the_first_time_counts():
     import numpy as np
     run = {"tokens": np.array([0.0, 100, 200, 300]), "steps": np.array([0.0, 10, 15, 20]),
            "seconds": np.array([0.0, 1, 2, 3]), "loss": np.array([5.0, 4.0, 4.5, 3.5])}
-    assert plot.reach(run, 4.5) == {"tokens": 50.0, "steps": 5.0, "seconds": 0.5}
-    assert plot.reach(run, 4.0)["tokens"] == 100.0 and plot.reach(run, 3.75)["tokens"] == 275.0
-    assert plot.reach(run, 6.0)["tokens"] == 0.0 and plot.reach(run, 3.0) is None
+    assert compare.reach(run, 4.5) == {"tokens": 50.0, "steps": 5.0, "seconds": 0.5}
+    assert compare.reach(run, 4.0)["tokens"] == 100.0 and compare.reach(run, 3.75)["tokens"] == 275.0
+    assert compare.reach(run, 6.0)["tokens"] == 0.0 and compare.reach(run, 3.0) is None
 
 
 def test_smoothing_keeps_a_constant_and_follows_tokens_not_rows():
     import numpy as np
     tokens = np.array([10.0, 20, 60])
-    assert plot.smoothed_loss(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
-    a = plot.smoothed_loss(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
+    assert compare.smoothed_loss(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
+    a = compare.smoothed_loss(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
     assert a[-1] == pytest.approx(1 - 2.0**-5, rel=0.01), "five half-lives after the jump"
 
 
@@ -141,12 +142,12 @@ def test_more_tokens_for_fewer_steps_is_never_called_a_saving(tmp_path, capsys):
 
 
 def test_runs_without_evaluations_are_compared_by_their_smoothed_training_loss(tmp_path):
-    runs = {name: [[r for r in plot.load(d) if "val/loss" not in r] for d in dirs[:1]]
+    runs = {name: [[r for r in style.load(d) if "val/loss" not in r] for d in dirs[:1]]
             for name, dirs in groups(tmp_path).items() if name in ("fixed", "fast")}
-    result = plot.comparison(runs)
+    result = compare.comparison(runs)
     assert result["loss"] == "train" and result["groups"]["fixed"]["final_val_loss"] is None
     assert result["groups"]["fast"]["at_target"]["less"]["tokens"]["mean"] == pytest.approx(1 - 0.5 / 0.656, abs=0.01)
-    assert "smoothed training loss" in plot.compare_table(result)
+    assert "smoothed training loss" in compare.table(result)
 
 
 @pytest.mark.parametrize("words, message", [
@@ -174,7 +175,7 @@ def exact_rows(n=400, factor=2.0, seed=0):
 
 
 def test_the_regression_finds_the_slope_that_was_put_in():
-    numbers = plot.layer_numbers(exact_rows())
+    numbers = layers.regressions(exact_rows())
     most = numbers[max(numbers)]["norm"]
     assert most["slope"] == pytest.approx(2.0, rel=0.05) and most["r"] > 0.98
     assert numbers[min(numbers)]["norm"]["r"] < most["r"], "less smoothing, more noise"
@@ -184,8 +185,8 @@ def test_the_slopes_interval_covers_the_slope_that_was_put_in():
     inside = 0
     for seed in range(40):
         rows = exact_rows(seed=seed)
-        total, part = (plot.smoothed(rows, g, 8000)[40:] for g in ("total", "norm"))
-        found = plot.regression(total, part)
+        total, part = (layers.smoothed(rows, g, 8000)[40:] for g in ("total", "norm"))
+        found = layers.regression(total, part)
         inside += found["slope_low"] <= 2.0 <= found["slope_high"]
     assert inside >= 34
 
@@ -194,7 +195,7 @@ def test_smoothing_a_logs_own_pairs_gives_the_tracked_average(tmp_path, tiny_arg
     import train
     train.main(tiny_args(out_dir=tmp_path / "run", gns="exact", max_tokens=6400))
     rows = [r for r in log.read(tmp_path / "run") if "train/loss" in r]
-    value = plot.smoothed(rows, "total", 1000)[-1]
+    value = layers.smoothed(rows, "total", 1000)[-1]
     assert value == pytest.approx(rows[-1]["gns/total_tr_sigma"] / rows[-1]["gns/total_sq_norm"], rel=1e-9)
 
 

@@ -302,8 +302,8 @@ def test_coupling_holds_what_it_says_it_holds():
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
     """Drawing report.png takes longer than these runs."""
-    import plot
-    monkeypatch.setattr(plot, "report", lambda out_dir: f"{out_dir}/report.png")
+    from plots import report
+    monkeypatch.setattr(report, "draw", lambda out_dir: f"{out_dir}/report.png")
 
 
 def logged(out, key="train/loss"):

@@ -7,7 +7,8 @@ import pytest
 import schedule
 import sweep
 import train
-from configurator import Config
+from configurator import Config, ConfigError
+from sweeps import branch, jobs
 from trainer import checkpoint, log
 
 
@@ -39,7 +40,7 @@ def test_a_branch_probe_runs_reports_and_is_not_run_twice(finished, capsys):
     same = [(r["lr"], at[r["tokens"]]) for r in two if r["tokens"] in at]
     assert same and all(a == pytest.approx(b * 2**0.5) for a, b in same)
     assert one[0]["examples"] - one[0]["batch_size"] == two[0]["examples"] - two[0]["batch_size"] == base[-1]["examples"]
-    config = sweep.read_config(finished)
+    config = jobs.read_config(finished)
     expected = schedule.learning_rate_at(one[0]["tokens"], config) * schedule.coupled(one[0]["batch_size"], config)[0]
     assert one[0]["lr"] == pytest.approx(expected), "k = 1 goes on with the run's own learning rate"
     before = {x: os.path.getmtime(os.path.join(folder, x, "ckpt.pt")) for x in ("base", "x1", "x2")}
@@ -50,19 +51,19 @@ def test_a_branch_probe_runs_reports_and_is_not_run_twice(finished, capsys):
 
 def test_the_base_starts_from_the_runs_checkpoint_where_that_is_early_enough(finished, tmp_path):
     tokens = checkpoint.load(finished)["state"]["tokens"]
-    sweep.prepare_base(finished, str(tmp_path / "late"), tokens - 1)
+    branch.prepare_base(finished, str(tmp_path / "late"), tokens - 1)
     assert not (tmp_path / "late").exists()
-    sweep.prepare_base(finished, str(tmp_path / "early"), tokens)
+    branch.prepare_base(finished, str(tmp_path / "early"), tokens)
     assert sorted(os.listdir(tmp_path / "early")) == ["ckpt.pt", "log.jsonl"]
 
 
 def test_window_losses_weigh_steps_by_the_tokens_inside():
     """Loss falls by 1 a token, so a part's mean is that of its middle, whatever the steps' size, if they end at its edges."""
     rows = [{"tokens": 1000 + t, "train/loss": -(t - 5.0)} for t in range(10, 3210, 10)]
-    found = sweep.window_losses(rows, 1000, 3200)
+    found = branch.window_losses(rows, 1000, 3200)
     assert found == pytest.approx(-(2400 + 50 + 100 * np.arange(8)))
     coarse = [{"tokens": 1000 + t, "train/loss": -(t - 160.0)} for t in range(320, 3840, 320)]
-    assert sweep.window_losses(coarse, 1000, 3200).mean() == pytest.approx(-2800, abs=20)
+    assert branch.window_losses(coarse, 1000, 3200).mean() == pytest.approx(-2800, abs=20)
 
 
 def branch_rows(loss, batch):
@@ -72,13 +73,13 @@ def branch_rows(loss, batch):
 def test_the_critical_batch_is_the_largest_of_an_unbroken_row_within_the_tolerance():
     rows = {1.0: branch_rows(3.0, 10), 2.0: branch_rows(3.004, 20), 4.0: branch_rows(3.02, 40), 8.0: branch_rows(3.001, 80)}
     steps = [{"tokens": 900, "gns/norm": 20.0, "gns/norm_low": 15.0, "gns/norm_high": 30.0}, {"tokens": 1000, "gns/norm": None}]
-    result = sweep.branch_result(rows, steps, 1000, 3200, 16, 0.01)
+    result = branch.result_of(rows, steps, 1000, 3200, 16, 0.01)
     assert (result["largest_within"], result["first_beyond"]) == (32, 64)
     assert result["noise_scale"]["value"] == 20.0 and [e["within"] for e in result["branches"]] == [True, True, False, True]
-    text = sweep.branch_table(result)
+    text = branch.verdict(result)
     assert "between 32 and 64 sequences" in text and "20 sequences (95% interval 15 to 30)" in text
     del rows[4.0], rows[8.0]
-    text = sweep.branch_table(sweep.branch_result(rows, steps[1:], 1000, 3200, 16, 0.01))
+    text = branch.verdict(branch.result_of(rows, steps[1:], 1000, 3200, 16, 0.01))
     assert "32 or more" in text and "undetermined" in text
 
 
@@ -86,7 +87,7 @@ def test_a_branch_goes_on_with_the_runs_own_coupling():
     c = Config(batch_size=64, lr_scaling="linear", beta2_scaling="tokens", weight_decay_scaling="tokens", learning_rate=1e-2,
                min_lr=1e-3)
     for k in (1, 4):
-        changed = Config(**{**vars(c), **sweep.branch_changes(c, 16, k)})
+        changed = Config(**{**vars(c), **branch.branch_changes(c, 16, k)})
         lr, beta2, decay = schedule.coupled(16 * k, changed)
         assert lr * changed.learning_rate == pytest.approx(1e-2 / 4 * k**0.5)
         assert beta2 == pytest.approx(0.95 ** (k / 4))
@@ -110,5 +111,5 @@ def test_a_folder_that_is_no_run_and_a_failing_run_are_one_clear_line(tmp_path, 
     with pytest.raises(SystemExit):
         sweep.main(["branch", str(tmp_path), "--at", "1k"])
     assert "no readable config.json" in capsys.readouterr().err
-    with pytest.raises(sweep.ConfigError, match="ended with 2: error: .*nowhere"):
-        sweep.run_training(Config(dataset="nowhere"), out_dir=str(tmp_path / "new"))
+    with pytest.raises(ConfigError, match="ended with 2: error: .*nowhere"):
+        jobs.run_training(Config(dataset="nowhere"), out_dir=str(tmp_path / "new"))

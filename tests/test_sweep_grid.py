@@ -10,8 +10,7 @@ import pytest
 import schedule
 import sweep
 import train
-from sweeps import grid as sweep_grid
-from sweeps import jobs
+from sweeps import grid, jobs
 from tests.conftest import ROOT, TINY
 from trainer import checkpoint, log
 
@@ -31,18 +30,18 @@ def saved(out):
 def test_every_combination_is_a_run_and_the_learning_rate_follows_the_batch():
     rest = ["--micro_batch_size=4", "--batch_schedule=constant", "--batch_size=16,32,64", "--seed=0,1", "--lr_scaling=sqrt",
             "--cos_attn=(0,1)", "--learning_rate=4e-3"]
-    base, wanted, swept = sweep_grid.grid(None, rest)
+    base, wanted, swept = grid.grid(None, rest)
     assert swept == {"batch_size": [16, 32, 64], "seed": [0, 1]} and len(wanted) == 6
     assert list(wanted)[:3] == ["batch_size16-seed0", "batch_size16-seed1", "batch_size32-seed0"]
-    rates = {name: sweep_grid.rate_at_end(c) for name, c in wanted.items()}
+    rates = {name: grid.rate_at_end(c) for name, c in wanted.items()}
     own = 32  # the quickstart's batch_size, for which its learning rate is meant
     assert all(c.lr_reference_batch == own and c.cos_attn == (0, 1) for c in wanted.values())
     assert rates["batch_size16-seed0"] == pytest.approx(4e-3 * 0.5**0.5)
     assert rates["batch_size64-seed1"] == pytest.approx(4e-3 * 2**0.5) == pytest.approx(
         4e-3 * schedule.coupled(64, wanted["batch_size64-seed1"])[0])
-    _, wanted, _ = sweep_grid.grid(None, [*rest, "--lr_reference_batch=16"])
-    assert sweep_grid.rate_at_end(wanted["batch_size64-seed0"]) == pytest.approx(8e-3)
-    _, wanted, _ = sweep_grid.grid(None, rest, wandb=True)
+    _, wanted, _ = grid.grid(None, [*rest, "--lr_reference_batch=16"])
+    assert grid.rate_at_end(wanted["batch_size64-seed0"]) == pytest.approx(8e-3)
+    _, wanted, _ = grid.grid(None, rest, wandb=True)
     assert all(c.wandb_log for c in wanted.values())
     assert jobs.Group(wanted, "out", env={"WANDB_RUN_GROUP": "mine"}).env["WANDB_RUN_GROUP"] == "mine"
 

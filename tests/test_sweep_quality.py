@@ -6,8 +6,7 @@ import pytest
 
 import sweep
 import train
-from sweeps import jobs
-from sweeps import quality as sweep_quality
+from sweeps import jobs, quality
 from trainer import log
 
 ARGS = sweep.argparse.Namespace(config=None, rest=[])
@@ -35,16 +34,16 @@ def made_up(batch, micro, scale, steps=20):
 @pytest.mark.parametrize("scale, meaningful, beyond", [(2.5, 8, 16), (9.0, 32, 64), (100.0, 64, None), (0.1, 4, 8)])
 def test_the_gain_of_a_doubling_is_what_the_noise_scale_says_and_decides(scale, meaningful, beyond):
     logs = [made_up(4 * K, 4, scale) for K in (1, 2, 4, 8, 16)]
-    rows = [sweep_quality.average(own, 4) for own in logs]
+    rows = [quality.average(own, 4) for own in logs]
     for row in rows:
         assert row["averaged"] == 10 and row["adam/snr"] == pytest.approx(0.3)
         assert sorted(row["gains"]) == [8 * 2**i for i in range(int(np.log2(row["accum"])))]
         for B, own in row["gains"].items():
             assert own["gain"] == pytest.approx(scale / (B + scale)) and own["se"] == pytest.approx(0, abs=1e-9)
-    pooled = sweep_quality.gains([sweep_quality.growth(sweep_quality.second_half(own)) for own in logs], 4)
+    pooled = quality.gains([quality.growth(quality.second_half(own)) for own in logs], 4)
     assert list(pooled) == [8, 16, 32, 64]
     assert all(own["gain"] == pytest.approx(scale / (B + scale)) for B, own in pooled.items())
-    result = sweep_quality.verdict(rows, pooled, 4, 0.2, ARGS)
+    result = quality.result_of(rows, pooled, 4, 0.2, ARGS)
     assert (result["take"]["batch_size"], result["beyond"]) == (meaningful, beyond)
     assert meaningful <= max(4, 4 * scale) and (beyond is None or beyond > 4 * scale)
     assert f"{meaningful} sequences" in result["says"][0]
@@ -57,7 +56,7 @@ def test_the_standard_error_of_a_gain_is_that_of_a_ratio_of_means():
     for _ in range(300):
         b = 1 + 0.1 * rng.standard_normal(50)
         a = 1.5 * b + 0.2 * rng.standard_normal(50)
-        gain, se = sweep_quality.ratio(a, b)
+        gain, se = quality.ratio(a, b)
         found.append(gain)
         errors.append(se)
     assert np.mean(found) == pytest.approx(0.5, abs=0.01) and np.mean(errors) == pytest.approx(np.std(found), rel=0.15)

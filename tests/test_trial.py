@@ -11,8 +11,7 @@ import pytest
 
 import sweep
 from configurator import Config, ConfigError
-from sweeps import micro as sweep_micro
-from sweeps import trial
+from sweeps import micro, trial
 from tests.conftest import ROOT, TINY
 
 # stands in for trial.py where only what becomes of a process matters
@@ -91,7 +90,7 @@ def test_a_hang_a_crash_and_a_kill_are_rows_and_nothing_is_left_behind(tmp_path,
 
 def test_a_killed_sweep_continues_where_it_was(tmp_path, tiny_args, fake):
     arguments = ["memory", "--micro_batches=1,2,32,4", *tiny_args(out_dir=tmp_path, activation_checkpointing="none")]
-    code = f"import sweep, trial; trial.SCRIPT = {trial.SCRIPT!r}; sweep.main({arguments!r})"
+    code = f"import sweep; from sweeps import trial; trial.SCRIPT = {trial.SCRIPT!r}; sweep.main({arguments!r})"
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
     while process.poll() is None and not (os.path.exists(tmp_path / "calls") and len(fake()) == 3):
         time.sleep(0.05)
@@ -186,7 +185,7 @@ def machine(limit, best):
     (1000, 12, [1, 2, 4, 8, 16, 32, 64, 128, 12, 24])])
 def test_the_search_finds_the_frontier_and_looks_around_the_fastest(limit, best, expected):
     measure, tried = machine(limit, best)
-    sweep_micro.search(measure, 128)
+    micro.search(measure, 128)
     assert tried == expected
     if limit < 128:
         fits = max(m for m in tried if m <= limit)
@@ -219,13 +218,13 @@ def test_it_takes_the_smallest_micro_batch_within_reach_of_the_best_speed():
     args = sweep.argparse.Namespace(config=None, rest=[])
     rows = rows_of((2, "none", 80.0, 20), (4, "none", 97.5, 30), (8, "none", 100.0, 60), (4, "block", 98.0, 25),
                    (2, "block", 60.0, 22))
-    result = sweep_micro.memory_result(rows, 0.03, args)
+    result = micro.memory_result(rows, 0.03, args)
     assert result["take"] == {"micro_batch_size": 4, "activation_checkpointing": "none", "compile": "False"}
-    assert sweep_micro.memory_result(rows, 0.01, args)["take"]["micro_batch_size"] == 8
-    found = [(r["micro_batch_size"], r["activation_checkpointing"]) for r in sweep_micro.frontier(rows)]
+    assert micro.memory_result(rows, 0.01, args)["take"]["micro_batch_size"] == 8
+    found = [(r["micro_batch_size"], r["activation_checkpointing"]) for r in micro.frontier(rows)]
     assert found == [(2, "none"), (4, "block"), (8, "none")], "no other is both faster and smaller"
     nothing = [{**rows[0], "status": "out of memory", "why": ""}]
-    assert sweep_micro.memory_result(nothing, 0.03, args)["take"] is None
+    assert micro.memory_result(nothing, 0.03, args)["take"] is None
 
 
 def test_compile_is_tried_at_half_the_micro_batch_where_the_fastest_leaves_no_room_for_it(monkeypatch, capsys):
@@ -248,11 +247,11 @@ def test_compile_is_tried_at_half_the_micro_batch_where_the_fastest_leaves_no_ro
             self.result = result
             return "there"
 
-    monkeypatch.setattr(sweep_micro, "Trials", Trials)
-    monkeypatch.setattr(sweep_micro, "memory_table", lambda *_: "")
+    monkeypatch.setattr(micro, "Trials", Trials)
+    monkeypatch.setattr(micro, "memory_table", lambda *_: "")
     args = sweep.argparse.Namespace(max_micro_batch="4", micro_batches=None, dry_run=False, config=None,
                                     rest=["--activation_checkpointing=none"])
-    assert sweep_micro.memory(args) == 0
+    assert micro.memory(args) == 0
     tried = [(r["micro_batch_size"], r["status"]) for r in Trials.rows.saved["rows"] if r["compile"]]
     assert tried == [(4, "failed"), (2, "ok")]
     assert "torch.compile at its best (micro-batch 2): 0.50 times the best speed without" in capsys.readouterr().out
@@ -263,14 +262,14 @@ def test_compile_is_tried_at_half_the_micro_batch_where_the_fastest_leaves_no_ro
 def test_growing_memory_is_noticed(peaks, grows):
     """A gradient of 10: the second micro-batch may cost that, no more."""
     rows = [{"accum": 2**i, "peak": 1e9, "peak_allocated": p * 10**6, "gradient_bytes": 10**7} for i, p in enumerate(peaks)]
-    found = sweep_micro.memory_grows(rows)
+    found = micro.memory_grows(rows)
     assert found["grows"] is grows and ("does not grow" in found["says"]) is not grows
 
 
 @pytest.mark.parametrize("text, found", [
     ("4G", 4 * 10**9), ("500M", 5 * 10**8), ("2.5GB", 25 * 10**8), ("1000", 1000), ("8k", 8000)])
 def test_sizes_in_bytes(text, found):
-    assert sweep_micro.parse_bytes(text) == found
+    assert micro.parse_bytes(text) == found
 
 
 @pytest.mark.parametrize("arguments, words", [
@@ -299,4 +298,4 @@ def test_wrong_input_is_one_line_with_exit_code_2(arguments, words, capsys, tmp_
 def test_a_damaged_sweep_json_is_one_line(tmp_path):
     (tmp_path / "sweep.json").write_text('{"rows": [')
     with pytest.raises(ConfigError, match="not readable .*remove it to start anew"):
-        sweep_micro.jobs.Rows(str(tmp_path), "", {}, {})
+        micro.Rows(str(tmp_path), "", {}, {})

@@ -62,14 +62,14 @@ def finished(run):
 
 def closing(config):
     """What the run found, in words, from its log; draws report.png."""
-    import plot  # matplotlib is slow to import
+    from plots import report  # matplotlib is slow to import
     rows = log.read(config.out_dir)
     steps = [r for r in rows if "train/loss" in r]
     val = [r["val/loss"] for r in rows if r.get("val/loss") is not None] or [float("nan")]
     lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps, time "
                  f"{log.duration(steps[-1]['seconds'])}; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
     lines += noise_summary(steps, config) + [schedule_summary(rows, steps, config)]
-    lines.append(f"Picture: {plot.report(config.out_dir)}    Text: python sample.py {config.out_dir}")
+    lines.append(f"Picture: {report.draw(config.out_dir)}    Text: python sample.py {config.out_dir}")
     return "\n".join(lines)
 
 

@@ -1,0 +1,244 @@
+"""
+Groups of runs against each other: tokens, steps and seconds that each took to reach a loss, over seeds (Gray et al. 2024,
+arXiv 2411.00999, Figure 9). Deciding is comparison(), saying table() and verdict(), drawing draw().
+
+    python plot.py --compare fixed=out/a,out/b linear=out/c,out/d
+"""
+
+import numpy as np
+
+from configurator import ConfigError
+from plots import style
+from trainer import checkpoint, log
+
+MEASURES = ("tokens", "steps", "seconds")
+SMOOTHING = 0.02  # half-life of a smoothed training loss, as a share of the run
+
+
+def curve(rows, source):
+    """{"tokens", "steps", "seconds", "loss"} as arrays over the evaluations ("val") or logged steps ("train", smoothed)."""
+    steps = [r for r in rows if r.get("train/loss") is not None]
+    points = steps if source == "train" else [r for r in rows if r.get("val/loss") is not None]
+    tokens = np.array([r["tokens"] for r in points], dtype=float)
+    loss = np.array([r[f"{source}/loss"] for r in points], dtype=float)
+    if source == "train":
+        loss = smoothed_loss(tokens, loss, SMOOTHING * tokens[-1])
+    clock = ([0, *(r["step"] for r in steps)], [0.0, *(r.get("seconds", np.nan) for r in steps)])
+    number = np.array([r["step"] for r in points], dtype=float)
+    return {"tokens": tokens, "steps": number, "seconds": np.interp(number, *clock), "loss": loss}
+
+
+def smoothed_loss(tokens, loss, half_life):
+    """Average over the tokens so far that forgets half in half_life, corrected at the start."""
+    total = weight = before = 0.0
+    result = []
+    for t, value in zip(tokens, loss):
+        keep = 2.0 ** (-(t - before) / half_life)
+        total, weight, before = keep * total + (1 - keep) * value, keep * weight + (1 - keep), t
+        result.append(total / weight)
+    return np.array(result)
+
+
+def reach(run, level):
+    """{measure: value} where the curve first comes down to `level`, on straight lines between its points; None if never."""
+    below = np.flatnonzero(run["loss"] <= level)
+    if not len(below):
+        return None
+    i = below[0]
+    if i == 0:
+        return {m: float(run[m][0]) for m in MEASURES}
+    share = (run["loss"][i - 1] - level) / (run["loss"][i - 1] - run["loss"][i])
+    return {m: float(run[m][i - 1] + share * (run[m][i] - run[m][i - 1])) for m in MEASURES}
+
+
+def spread(values):
+    """Mean, lowest, highest and standard deviation over seeds; None where a run is missing, since the rest would mislead."""
+    if not values or any(v is None for v in values):
+        return None
+    return {"mean": float(np.mean(values)), "low": min(values), "high": max(values),
+            "std": float(np.std(values, ddof=1)) if len(values) > 1 else None, "runs": len(values)}
+
+
+def at_level(runs, level):
+    """What a group's runs took to reach `level`, and how many of them did."""
+    reached = [reach(run, level) for run in runs]
+    return {"reached": sum(r is not None for r in reached), **{m: spread([r and r[m] for r in reached]) for m in MEASURES}}
+
+
+def less(first, other):
+    """The share that each run of `other` took less than the mean of `first`: (mean, low, high), or None."""
+    if not (first and other) or first["mean"] <= 0:
+        return None
+    return {"mean": 1 - other["mean"] / first["mean"], "low": 1 - other["high"] / first["mean"],
+            "high": 1 - other["low"] / first["mean"]}
+
+
+def comparison(groups, source="auto", levels=40):
+    """All numbers of a comparison; groups {name: [rows of a run, ...]}, the first is what the others are held against.
+
+    The headline loss is the worst of the lowest losses of the first group's runs: each of them got there.
+    """
+    if source == "auto":
+        evaluated = min(sum("val/loss" in r for r in rows) for runs in groups.values() for rows in runs)
+        source = "val" if evaluated >= 4 else "train"
+    curves = {name: [curve(rows, source) for rows in runs] for name, runs in groups.items()}
+    first = next(iter(curves))
+    target = float(max(run["loss"].min() for run in curves[first]))
+    top = float(min(run["loss"][0] for runs in curves.values() for run in runs))
+    bottom = float(max(run["loss"].min() for runs in curves.values() for run in runs))
+    losses = sorted({*np.linspace(top, min(bottom, target), levels).tolist(), target}, reverse=True)
+    result = {"loss": source, "first": first, "target": target, "groups": {}}
+    for name, runs in curves.items():
+        final = spread([next((r["val/loss"] for r in reversed(rows) if r.get("val/loss") is not None), None)
+                        for rows in groups[name]])
+        reached = [{"loss": level, **at_level(runs, level)} for level in losses]
+        for row, base in zip(reached, result["groups"].get(first, {}).get("levels", reached)):
+            row["less"] = {m: less(base[m], row[m]) for m in MEASURES}
+        result["groups"][name] = {"runs": len(runs), "final_val_loss": final, "levels": reached,
+                                  "total": {m: spread([float(run[m][-1]) for run in runs]) for m in MEASURES},
+                                  "at_target": next(row for row in reached if row["loss"] == target)}
+    return result
+
+
+# -- saying
+
+def cell(value, show):
+    """Text of a spread: its mean, lowest and highest in brackets."""
+    if value is None:
+        return "-"
+    return show(value["mean"]) + (f" ({show(value['low'])}-{show(value['high'])})" if value["low"] != value["high"] else "")
+
+
+def table(result):
+    what = "validation" if result["loss"] == "val" else "smoothed training"
+    cells = [("group", "runs", "tokens", "steps", "seconds", "final val loss", "in all: tokens", "steps")]
+    for name, group in result["groups"].items():
+        cells.append((name, str(group["runs"]), *(cell(group["at_target"][m], log.count) for m in MEASURES),
+                      cell(group["final_val_loss"], "{:.4f}".format), cell(group["total"]["tokens"], log.count),
+                      cell(group["total"]["steps"], log.count)))
+    return (f"To reach a {what} loss of {result['target']:.4f}, which every run of {result['first']} did (mean over seeds, "
+            f"lowest and highest in brackets):\n\n{style.table(cells, str.ljust)}")
+
+
+def verdict(result):
+    first = result["groups"][result["first"]]
+    lines = ["  " + against(name, group, first) for name, group in result["groups"].items() if group is not first]
+    return "\n".join([f"Against {result['first']}:", *lines])
+
+
+def percent(share, what):
+    return f"as many {what}" if abs(share) < 0.005 else f"{abs(share):.0%} {'fewer' if share > 0 else 'more'} {what}"
+
+
+def against(name, group, first):
+    """One sentence about a group against the first. Fewer of the one for more of the other is a trade, never a saving."""
+    at, base = group["at_target"], first["at_target"]
+    if at["reached"] < group["runs"]:
+        return f"{name}: {at['reached']} of {group['runs']} runs got there"
+    tokens, steps = (at["less"][m]["mean"] for m in ("tokens", "steps"))
+    text = f"{name}: {percent(tokens, 'tokens')} and {percent(steps, 'steps')}"
+    apart = any(at[m]["low"] > base[m]["high"] or at[m]["high"] < base[m]["low"] for m in ("tokens", "steps"))
+    if min(tokens, steps) < -0.005 < 0.005 < max(tokens, steps):
+        text += (": reads more tokens to take fewer steps, a trade and no saving" if tokens < 0
+                 else ": takes more steps to read fewer tokens, a trade")
+    elif max(tokens, steps) >= 0.005:
+        text += ": a saving"
+    elif min(tokens, steps) <= -0.005:
+        text += ": worse"
+    return text + ("" if apart else "; the seeds' ranges overlap in both")
+
+
+# -- drawing
+
+def draw(result, loaded, path):
+    """loaded {name: [rows of a run, ...]}, as comparison() had them."""
+    figure, (loss_ax, less_ax, pareto_ax) = style.pyplot().subplots(1, 3, figsize=(15, 5), layout="constrained")
+    curves = {name: [curve(rows, result["loss"]) for rows in runs] for name, runs in loaded.items()}
+    what = "Validation" if result["loss"] == "val" else "Smoothed training"
+    draw_losses(loss_ax, curves)
+    loss_ax.set_title(f"{what} loss over tokens")
+    loss_ax.axhline(result["target"], color="#888888", lw=1, ls=":")
+    draw_less(less_ax, result)
+    less_ax.set_title(f"Fewer tokens to a loss than {result['first']} (%)")
+    less_ax.set_xlabel(f"{what.lower()} loss reached")
+    draw_pareto(pareto_ax, result)
+    pareto_ax.set_title(f"What a loss of {result['target']:.3f} takes")
+    for ax in (loss_ax, less_ax):
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend()
+    style.save(figure, path)
+
+
+def draw_losses(ax, curves):
+    """Mean and range over seeds; the axis leaves the steep start out."""
+    for color, (name, runs) in zip(style.COLORS * 9, curves.items()):
+        tokens = np.linspace(max(r["tokens"][0] for r in runs), min(r["tokens"][-1] for r in runs), 200)
+        losses = np.array([np.interp(tokens, r["tokens"], r["loss"]) for r in runs])
+        ax.plot(tokens, losses.mean(0), color=color, label=f"{name} ({len(runs)} run{'s' if len(runs) > 1 else ''})")
+        ax.fill_between(tokens, losses.min(0), losses.max(0), color=color, alpha=0.2, lw=0)
+    top = np.median(next(iter(curves.values()))[0]["loss"])
+    bottom = min(r["loss"].min() for runs in curves.values() for r in runs)
+    ax.set_ylim(bottom - 0.1 * (top - bottom), top + 1.5 * (top - bottom) + 1e-9)
+    ax.set_xlabel("tokens")
+    style.counts(ax.xaxis)
+
+
+def draw_less(ax, result):
+    """How many tokens less than the first group, in per cent, at each loss."""
+    for color, (name, group) in zip(style.COLORS * 9, result["groups"].items()):
+        rows = [row for row in group["levels"] if row["less"]["tokens"]]
+        if name != result["first"]:
+            losses = [row["loss"] for row in rows]
+            mean, low, high = ([100 * row["less"]["tokens"][end] for row in rows] for end in ("mean", "low", "high"))
+            ax.plot(losses, mean, color=color, label=name)
+            ax.fill_between(losses, low, high, color=color, alpha=0.2, lw=0)
+    ax.axhline(0, color=style.COLORS[0], lw=1.8)
+    ax.invert_xaxis()
+    ax.set_ylim(max(ax.get_ylim()[0], -100), min(ax.get_ylim()[1], 100))
+
+
+def draw_pareto(ax, result):
+    """Tokens against steps at the headline loss, with the range of the seeds."""
+    labels = []
+    for color, (name, group) in zip(style.COLORS * 9, result["groups"].items()):
+        steps, tokens = (group["at_target"][m] for m in ("steps", "tokens"))
+        if tokens:
+            xerr, yerr = ([[v["mean"] - v["low"]], [v["high"] - v["mean"]]] for v in (steps, tokens))
+            ax.errorbar(steps["mean"], tokens["mean"], xerr=xerr, yerr=yerr, fmt="o", ms=8, color=color, capsize=3)
+            labels.append((tokens["mean"], steps["mean"], name))
+    for i, (tokens, steps, name) in enumerate(sorted(labels)):  # neighbours one below, one above: they do not meet
+        ax.annotate(name, (steps, tokens), xytext=(8, 6 if i % 2 else -15), textcoords="offset points")
+    ax.set_xlabel("optimizer steps")
+    ax.set_ylabel("tokens")
+    ax.margins(0.25)
+    style.counts(ax.xaxis)
+    style.counts(ax.yaxis)
+
+
+# -- the command
+
+def parse_groups(words):
+    """{name: [out_dir, ...]} of name=dir,dir arguments."""
+    groups = {}
+    for word in words:
+        name, eq, dirs = word.partition("=")
+        dirs = [d for d in dirs.split(",") if d]
+        if not (name and eq and dirs):
+            raise ConfigError(f"--compare: '{word}' is not name=out_dir,out_dir")
+        if name in groups:
+            raise ConfigError(f"--compare: group '{name}' comes twice")
+        groups[name] = dirs
+    if len(groups) < 2:
+        raise ConfigError("--compare: needs at least two groups, name=out_dir,out_dir each; the first is what the others are "
+                          "held against")
+    return groups
+
+
+def compare(groups, path="compare.png", source="auto"):
+    """Writes JSON and picture of {name: [out_dir, ...]}; returns table and verdict."""
+    loaded = {name: [style.load(d) for d in dirs] for name, dirs in groups.items()}
+    result = comparison(loaded, source)
+    base = path.removesuffix(".png")
+    checkpoint.write_json(base + ".json", {**result, "runs": groups})
+    draw(result, loaded, base + ".png")
+    return f"{table(result)}\n\n{verdict(result)}\n\nPicture: {base}.png    Numbers: {base}.json"

@@ -1,0 +1,79 @@
+"""
+One run at a glance, or several over each other: loss, noise scale against batch size, its two parts, learning rate, speed.
+
+    python plot.py out/quickstart
+"""
+
+import os
+
+from plots import style
+from plots.style import COLORS, series
+from trainer import log
+
+
+def draw(*out_dirs, path=None):
+    """report.png of one run, compare.png of several; returns its path."""
+    runs = [(os.path.basename(os.path.normpath(d)), style.load(d)) for d in out_dirs]
+    path = path or (os.path.join(out_dirs[0], "report.png") if len(runs) == 1 else "compare.png")
+    figure = style.pyplot().figure(figsize=(11, 8.2), layout="constrained")
+    grid = figure.add_gridspec(4, 2)
+    loss_ax, gns_ax = figure.add_subplot(grid[:2, 0]), figure.add_subplot(grid[:2, 1])
+    part_ax, lr_ax, rate_ax = figure.add_subplot(grid[2:, 0]), figure.add_subplot(grid[2, 1]), figure.add_subplot(grid[3, 1])
+    for color, (name, rows) in zip(COLORS * 9, runs):
+        draw_loss(loss_ax, rows, name, color, alone=len(runs) == 1)
+        draw_noise(gns_ax, rows, name, color, alone=len(runs) == 1)
+        draw_parts(part_ax, rows, name, color, alone=len(runs) == 1)
+        lr_ax.plot(*series(rows, "lr"), color=color)
+        rate_ax.plot(*series(rows, "tok_per_sec"), color=color)
+    titles = {loss_ax: "Loss (nats per token)", gns_ax: "Noise scale and batch (sequences)", part_ax: "Its parts, norm layers",
+              lr_ax: "Learning rate", rate_ax: "Tokens per second"}
+    for ax, title in titles.items():
+        ax.set_title(title)
+        style.counts(ax.xaxis)
+        if ax is not lr_ax:
+            ax.set_xlabel("tokens")
+        if ax in (gns_ax, part_ax) and ax.lines:
+            ax.set_yscale("log")
+        if ax.get_legend_handles_labels()[0]:
+            ax.legend()
+    style.decades(gns_ax.yaxis)
+    style.counts(rate_ax.yaxis)
+    rate_ax.set_ylim(bottom=0)
+    style.save(figure, path)
+    return path
+
+
+def draw_loss(ax, rows, name, color, alone):
+    ax.plot(*series(rows, "train/loss"), color=color, alpha=0.45, lw=1.2, label="train, each logged step" if alone else None)
+    ax.plot(*series(rows, "val/loss"), color=COLORS[1] if alone else color, marker="o", ms=4,
+            label="validation" if alone else f"{name}, validation")
+
+
+def draw_noise(ax, rows, name, color, alone):
+    tokens, batch = series(rows, "batch_size")
+    ax.step(tokens, batch, color=COLORS[1] if alone else color, ls="--", where="post",
+            label="batch size" if alone else f"{name}, batch")
+    measured = [row for row in rows if "gns/norm" in row]
+    if not measured:
+        return
+    key = log.noise_key(measured)
+    tokens, value = series(measured, key)
+    low, high = (series(measured, key + end)[1] for end in ("_low", "_high"))
+    ax.fill_between(tokens, [max(v, 1e-2) for v in low], high, color=color, alpha=0.2, lw=0,
+                    label="95% interval" if alone else None)
+    ax.plot(tokens, value, color=color, label=f"noise scale, {log.NOISE[key]}" if alone else f"{name}, noise scale")
+    if alone and key != "gns/norm":
+        ax.plot(*series(rows, "gns/norm"), color=color, lw=1, ls=":", label="noise scale, the norm layers")
+    known = [v for v in value if v == v] + batch
+    ax.set_ylim(max(0.05, min(known) / 3), max(known) * 3)
+
+
+def draw_parts(ax, rows, name, color, alone):
+    tokens, sq_norm = series(rows, "gns/norm_sq_norm")
+    if not tokens:
+        ax.text(0.5, 0.5, "not measured (gns=off)", ha="center", transform=ax.transAxes)
+        return
+    ax.plot(tokens, style.positive(series(rows, "gns/norm_tr_sigma")[1]), color=color,
+            label="noise, tr Σ" if alone else f"{name}, tr Σ")
+    ax.plot(tokens, style.positive(sq_norm), color=COLORS[2] if alone else color, ls="-" if alone else ":",
+            label="signal, |G|²" if alone else f"{name}, |G|²")

@@ -1,0 +1,76 @@
+"""
+What all pictures share: colours, axes, the rows of a log they are drawn from; and tables, in text.
+"""
+
+from configurator import ConfigError
+from trainer import log
+
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")  # Okabe & Ito, safe for all eyes
+STYLE = {"font.size": 12, "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left",
+         "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25,
+         "legend.frameon": False, "legend.fontsize": 10.5, "lines.linewidth": 1.8}
+
+
+def load(out_dir):
+    """The rows of a run's log, with at least one step among them."""
+    try:
+        rows = log.read(out_dir)
+    except OSError as e:
+        raise ConfigError(f"{out_dir}: no readable {log.NAME} ({e.strerror})") from None
+    if not any("train/loss" in r for r in rows):
+        raise ConfigError(f"{out_dir}: its {log.NAME} has no logged step yet")
+    return rows
+
+
+def series(rows, key):
+    """(tokens, values) of the rows that have the key; an undetermined value is a gap."""
+    have = [r for r in rows if key in r]
+    return [r["tokens"] for r in have], [float("nan") if r[key] is None else r[key] for r in have]
+
+
+def positive(values):
+    """For a logarithmic axis: what is not above zero is a gap."""
+    return [v if v and v > 0 else float("nan") for v in values]
+
+
+def pyplot():
+    import matplotlib  # slow to import, so only when a picture is drawn
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+    plt.rcParams.update(STYLE)
+    return plt
+
+
+def save(figure, path):
+    figure.savefig(path, dpi=120)
+    pyplot().close(figure)
+
+
+def counts(axis):
+    """Label an axis 200k, 1.5M."""
+    axis.set_major_formatter(lambda v, _: log.count(v))
+
+
+def plain(axis):
+    """Label an axis 8, 16, 0.5, also where it is logarithmic."""
+    axis.set_major_formatter(lambda v, _: f"{v:g}")
+
+
+def decades(axis):
+    """Label a logarithmic axis at 1, 2, 5, 10, 20, 50."""
+    plain(axis)
+    axis.set_minor_formatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in "25" else "")
+
+
+def doublings(ax, ticks=()):
+    """An x-axis of batch sizes and the like."""
+    ax.set_xscale("log", base=2)
+    if len(ticks):
+        ax.set_xticks(ticks)
+    plain(ax.xaxis)
+
+
+def table(rows, align=str.rjust):
+    """Text in columns; rows of strings, the first is the head."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  " + "  ".join(align(text, width) for text, width in zip(row, widths)).rstrip() for row in rows)

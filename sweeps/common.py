@@ -1,0 +1,132 @@
+"""
+What the commands of sweep.py share: their options, what their numbers depend on, and the lines that they end with.
+"""
+
+import json
+import os
+import shlex
+
+import configurator
+from configurator import ConfigError
+from model import GPTConfig
+from trainer import hardware, plan
+
+NAME = "sweep.json"
+GUESS = 0.4  # share of the matrix-product ceiling that an estimate presumes
+
+
+# -- options
+
+def arguments(parser):
+    parser.add_argument("config", nargs="?", help="a config file; --key=value on top of it")
+    parser.add_argument("--dry_run", action="store_true", help="say what would be run and how long it might take")
+
+
+def parse(args):
+    """The Config of the command line."""
+    return configurator.parse([*([args.config] if args.config else []), *args.rest])
+
+
+def number(args, name, least=0.0, kind=float):
+    text = getattr(args, name)
+    try:
+        value = kind(text)
+    except ValueError:
+        value = None
+    if value is None or not value >= least or value == float("inf"):
+        raise ConfigError(f"--{name}={text}: expected a {'whole ' if kind is int else ''}number of at least {least:g}")
+    return value
+
+
+def integers(args, name):
+    text = getattr(args, name)
+    try:
+        values = [int(word) for word in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise ConfigError(f"--{name}={text}: expected whole numbers above 0, such as 1,2,4")
+    return values
+
+
+# -- what numbers depend on
+
+def settings_of(config, device, vocab_size):
+    """What the numbers of a trial depend on, beside what is swept."""
+    names = [k for k in vars(config) if k in GPTConfig.__dataclass_fields__ and k != "activation_checkpointing"]
+    names += ["dtype", "gns", "gns_adam", "gns_crosscheck", "grad_stats"]
+    return {**{k: as_json(getattr(config, k)) for k in names}, "calibrates": config.gns_calibrate_tokens > 0,
+            "device": device, "vocab_size": vocab_size, "threads": threads()}
+
+
+def as_json(value):
+    """What becomes of a value on its way through a JSON file."""
+    return list(value) if isinstance(value, tuple) else value
+
+
+def threads():
+    return os.environ.get("OMP_NUM_THREADS") or str(hardware.usable_cores())
+
+
+def machine(device):
+    return {**hardware.facts(device), "threads": int(threads())}
+
+
+# -- what earlier sweeps found
+
+def read_json(path):
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} is not readable ({e}): remove it to start anew") from None
+
+
+def found_micro_batch(config, rest, settings):
+    """(what to set, where it is from): the command line, the memory sweep beside, the config."""
+    compiles = config.compile == "True" or (config.compile == "auto" and settings["device"] == "cuda")
+    own = {"micro_batch_size": config.micro_batch_size, "activation_checkpointing": config.activation_checkpointing,
+           "compile": str(compiles)}
+    path = os.path.join(config.out_dir, "sweep", "memory", NAME)
+    saved = read_json(path)
+    if any(a.startswith("--micro_batch_size=") for a in rest):
+        return own, "as given"
+    if not saved or not (saved.get("result") or {}).get("take"):
+        return own, "from the config: there is no finished sweep.py memory"
+    differ = [k for k, v in settings.items() if k != "memory_limit" and saved["settings"].get(k) != v]
+    if differ:
+        return own, f"from the config: {path} is of other settings ({', '.join(differ)})"
+    return saved["result"]["take"], f"from {path}"
+
+
+def speed(config, device, dtype, vocab_size):
+    """(tokens/s to expect, where that is known from), for estimates of longer sweeps."""
+    saved = read_json(os.path.join(config.out_dir, "sweep", "throughput", NAME))
+    known = [r["tok_per_sec"] for r in (saved or {}).get("rows", []) if r["status"] == "ok"]
+    if known and all(saved["settings"].get(k) == v for k, v in settings_of(config, device, vocab_size).items()
+                     if k not in ("grad_stats", "gns", "calibrates")):
+        return max(known), "as sweep.py throughput measured"
+    ceiling = hardware.matmul_ceiling(device, dtype)
+    return GUESS * ceiling / plan.flops_per_token(config, vocab_size), f"at {GUESS:.0%} of the matrix-product ceiling, a guess"
+
+
+# -- words
+
+def size(number):
+    return "-" if number is None else f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"
+
+
+def what_next(take, script, args, *more, without=()):
+    """The lines at the end: what to write in the config, and the line to type next. That has the config and the options of this
+    one, but for the keys `without`."""
+    kept = [a for a in args.rest if a.removeprefix("--").partition("=")[0] not in without]
+    line = shlex.join(["python", *script.split(), *([args.config] if args.config else []), *kept, *more])
+    return [*(["In the config:", *(f"    {k} = {v!r}" for k, v in take.items())] if take else []), "Next:", "    " + line]
+
+
+def where(folder):
+    """(path of the picture, the line that says where everything is)."""
+    picture = os.path.join(folder, "sweep.png")
+    return picture, f"Picture: {picture}    Numbers: {os.path.join(folder, NAME)}"
