@@ -19,21 +19,8 @@ import time
 import torch
 import torch.nn.functional as F
 
-from benchmarks import against
-from benchmarks.tools import (
-    BENCH,
-    MODELS,
-    Step,
-    adamw,
-    batch_of,
-    clip_and_step,
-    interleave,
-    paired,
-    peak_bytes,
-    plain,
-    spread,
-    write_json,
-)
+from benchmarks import against, tools
+from benchmarks.tools import BENCH, MODELS, batch_of, interleave, paired, peak_bytes, plain, spread, write_json
 from configurator import Config, ConfigError
 from trainer import distributed, hardware
 
@@ -86,7 +73,7 @@ def finish_with_per_sample(optimizer, parameters, per_sample):
     norms = sample_norms(per_sample)
     for p, g in zip(parameters, per_sample):
         p.grad = g.mean(0)
-    clip_and_step(optimizer, parameters)
+    tools.clip_and_step(optimizer, parameters)
     return norms
 
 
@@ -99,7 +86,7 @@ def plain_step(shape, micro, package):
         from opacus import GradSampleModule
         model = GradSampleModule(model, loss_reduction="mean")
     parameters = list(model.parameters())
-    optimizer = adamw(parameters)
+    optimizer = tools.adamw(parameters)
 
     def loss_of(logits, targets):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -121,7 +108,7 @@ def plain_step(shape, micro, package):
                 for p in parameters:
                     p.grad_sample = None
             else:
-                clip_and_step(optimizer, parameters)
+                tools.clip_and_step(optimizer, parameters)
         return {"step": time.perf_counter() - start}
     return run
 
@@ -156,7 +143,7 @@ def variants_of(name, others, ranks, dtype, only=None):
         settings = {name: options for name, options in settings.items() if name == "off, torch's norm" or name in wanted}
     variants, first = {}, None
     for variant, options in settings.items():
-        variants[variant] = Step(shape, micro, dtype=dtype, ranks=ranks, like=first, **options)
+        variants[variant] = tools.Step(shape, micro, dtype=dtype, ranks=ranks, like=first, **options)
         first = first or variants[variant]
     if others:
         variants["plain modules, off"] = plain_step(shape, micro, None)

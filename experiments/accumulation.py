@@ -97,8 +97,7 @@ def finding(measured, grown, losses):
 
 
 def draw(path, measured, grown, losses, curves):
-    plt = style.pyplot()
-    figure, ((norm, coherence), (final, over)) = plt.subplots(2, 2, figsize=(12, 9), layout="constrained")
+    figure, ((norm, coherence), (final, over)) = style.pyplot().subplots(2, 2, figsize=(12, 9), layout="constrained")
     batches, blue, red, green = [t["batch_size"] for t in measured], *style.COLORS[:3]
     n = [g["examples"] for g in grown]
     norm.plot(n, [g["norm"] for g in grown], "o-", color=blue, label="measured, in the largest batch")

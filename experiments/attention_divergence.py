@@ -132,8 +132,7 @@ def finding(arms):
 
 
 def draw(path, curves):
-    plt = style.pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.8), layout="constrained")
+    figure, axes = style.pyplot().subplots(1, 3, figsize=(15, 4.8), layout="constrained")
     for color, (arm, seeds) in zip(style.COLORS, curves.items()):
         steps = seeds[0]["step"]
         moved, distance = (np.array([c[key] for c in seeds])[:, :, 1] for key in ("moved", "distance"))  # (seeds, points)

@@ -72,8 +72,7 @@ def finding(losses, emulated):
 
 
 def draw(path, curves):
-    plt = style.pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axes = style.pyplot().subplots(figsize=(8, 5), layout="constrained")
     for color, dtype in zip(style.COLORS, DTYPES):
         for seed, rows in enumerate(curves[dtype]):
             axes.plot(*style.series(rows, "val/loss"), "o-", ms=3, lw=1, color=color, label=None if seed else dtype)

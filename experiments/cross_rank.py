@@ -86,8 +86,7 @@ def finding(results, small, ranks):
 
 
 def draw(path, rows, group, results):
-    plt = style.pyplot()
-    figure, (over, wide) = plt.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
+    figure, (over, wide) = style.pyplot().subplots(1, 2, figsize=(12, 4.8), layout="constrained")
     steps = [r for r in rows if f"gns/{group}" in r and r["tokens"] > 0.1 * rows[-1]["tokens"]]
     nan = float("nan")
     for color, (suffix, kind) in reversed(list(zip(style.COLORS, KINDS.items()))):

@@ -109,8 +109,7 @@ def finding(model, low, high, top):
 
 
 def draw(simulated_rows, model, top, path):
-    plt = style.pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(13, 5.3), layout="constrained", sharey=True)
+    figure, axes = style.pyplot().subplots(1, 2, figsize=(13, 5.3), layout="constrained", sharey=True)
     for ax, varies, cut in ((axes[0], "small", lambda rows: by_small(rows, top)), (axes[1], "big", by_big)):
         for color, true_gns in zip(style.COLORS, TRUE_GNS):
             rows = cut([r for r in simulated_rows if r["true_gns"] == true_gns])

@@ -40,8 +40,7 @@ def finding(widths, device, impl):
 
 
 def draw(widths, path):
-    plt = style.pyplot()
-    figure, (time, ratio) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    figure, (time, ratio) = style.pyplot().subplots(1, 2, figsize=(13, 5), layout="constrained")
     for color, (name, label) in zip((style.COLORS[6], *style.COLORS[:3]), VARIANTS.items()):
         for ax, keys in ((time, ("median_ms", "q1_ms", "q3_ms")), (ratio, ("ratio", "ratio_q1", "ratio_q3"))):
             middle, low, high = ([times[name][key] for times in widths.values()] for key in keys)

@@ -75,8 +75,7 @@ def finding(sizes):
 
 
 def draw(path, rates, sizes):
-    plt = style.pyplot()
-    figure, ax = plt.subplots(figsize=(8, 5.2), layout="constrained")
+    figure, ax = style.pyplot().subplots(figsize=(8, 5.2), layout="constrained")
     for color, s in zip(style.COLORS, sizes):
         ax.plot(rates, s["losses"], "o-", color=color,
                 label=f"{log.count(s['parameters'])} parameters, {log.count(s['tokens'])} tokens")

@@ -44,8 +44,7 @@ def finding(numbers):
 
 
 def draw(rows, numbers, path):
-    plt = style.pyplot()
-    figure, (over, slope, r) = plt.subplots(1, 3, figsize=(16, 5), layout="constrained")
+    figure, (over, slope, r) = style.pyplot().subplots(1, 3, figsize=(16, 5), layout="constrained")
     half_life = sorted(numbers)[len(numbers) // 2]
     tokens = [row["tokens"] for row in rows]
     for color, group in zip(style.COLORS, layers.groups_of(rows)[0]):

@@ -73,8 +73,7 @@ def finding(groups):
 
 
 def draw(rows, path):
-    plt = style.pyplot()
-    figure, (phase, over) = plt.subplots(1, 2, figsize=(13, 5.5), layout="constrained")
+    figure, (phase, over) = style.pyplot().subplots(1, 2, figsize=(13, 5.5), layout="constrained")
     late = [row for row in rows if row["tokens"] > BURN_IN * rows[-1]["tokens"]]
     layers.draw_phase(phase, late)
     layers.draw_noise_scales(over, rows, layers.groups_of(rows)[0], style.COLORS, "Noise scale by group (sequences)")

@@ -91,8 +91,7 @@ def finding(exponents):
 
 def draw(path, base_rows, rows, key, seeds, start):
     """rows {branch: its log} of the first seed; seeds [[numbers of a branch, ...] each]."""
-    plt = style.pyplot()
-    figure, (over, end) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, (over, end) = style.pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained")
     colors = dict(zip(KINDS, style.COLORS))
     over.plot(*style.series([r for r in base_rows if r["tokens"] > start / 4], key), color="#888888")
     for entry in seeds[0]:

@@ -45,17 +45,7 @@ def branch(args):
 
     steps = [r for r in log.read(base) if "train/loss" in r]
     start, batch = steps[-1]["tokens"], steps[-1]["batch_size"]
-    for k in factors:
-        if (k * batch) % config.micro_batch_size:
-            raise ConfigError(f"--factors: {k:g} x {batch} is not whole micro-batches of {config.micro_batch_size}")
-    largest = int(max(factors) * batch) * config.block_size
-    window = tokens_of("--window", args.window) if args.window else max(config.max_tokens // 10, 32 * largest)
-    if start + window > config.max_tokens:
-        raise ConfigError(f"--window={window}: the run has only {config.max_tokens - start} tokens left after --at={args.at}; "
-                          "give a smaller one, or smaller --factors")
-    if window < 8 * largest:
-        raise ConfigError(f"--window={window}: gives fewer than 8 steps of {largest} tokens, the largest batch: nothing to see")
-
+    window = window_of(args, config, factors, start, batch)
     jobs = []
     for k in factors:
         out, changes = os.path.join(folder, f"x{k:g}"), branch_changes(config, batch, k)
@@ -73,6 +63,21 @@ def branch(args):
     print("", table(result), "", verdict(result), sep="\n")
     print(f"\nPicture: {os.path.join(folder, 'branch.png')}    Numbers: {os.path.join(folder, 'branch.json')}")
     return 0
+
+
+def window_of(args, config, factors, start, batch):
+    """Tokens to train each branch for, all checked."""
+    for k in factors:
+        if (k * batch) % config.micro_batch_size:
+            raise ConfigError(f"--factors: {k:g} x {batch} is not whole micro-batches of {config.micro_batch_size}")
+    largest = int(max(factors) * batch) * config.block_size
+    window = tokens_of("--window", args.window) if args.window else max(config.max_tokens // 10, 32 * largest)
+    if start + window > config.max_tokens:
+        raise ConfigError(f"--window={window}: the run has only {config.max_tokens - start} tokens left after --at={args.at}; "
+                          "give a smaller one, or smaller --factors")
+    if window < 8 * largest:
+        raise ConfigError(f"--window={window}: gives fewer than 8 steps of {largest} tokens, the largest batch: nothing to see")
+    return window
 
 
 def tokens_of(option, text):
@@ -170,8 +175,7 @@ def verdict(result):
 
 
 def draw(result, rows, path):
-    plt = style.pyplot()
-    figure, (loss_ax, batch_ax) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure, (loss_ax, batch_ax) = style.pyplot().subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     for color, (k, branch_rows) in zip(style.COLORS * 9, rows.items()):
         tokens, loss = (np.array(v, dtype=float) for v in style.series(branch_rows, "train/loss"))
         smooth = compare.smoothed_loss(tokens - result["at"], loss, result["window"] / 10)

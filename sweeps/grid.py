@@ -131,7 +131,7 @@ def result_of(finished, swept, base, args):
         groups.setdefault(key, []).append((name, config))
     rows = []
     for key, members in groups.items():
-        found = [end_of(log.read(config.out_dir)) for _, config in members]
+        found = [final_values(log.read(config.out_dir)) for _, config in members]
         config = members[0][1]
         rows.append({**dict(key), "runs": [name for name, _ in members], "seeds": [c.seed for _, c in members],
                      "batch_size": config.batch_size, "lr": rate_at_end(config),
@@ -141,6 +141,14 @@ def result_of(finished, swept, base, args):
     if not known:
         return {"rows": rows, "result": {"take": None, "says": ["No run has a finite validation loss."], "next": []}}
     best = min(known, key=lambda r: r["val_loss"]["mean"])
+    take = {k: best[k] for k in swept if k != "seed"}
+    if base.lr_scaling != "none":
+        take["lr_reference_batch"] = base.lr_reference_batch
+    lines = common.what_next({}, "train.py", args, *(f"--{k}={v}" for k, v in take.items()), without=(*take, "seed"))
+    return {"rows": rows, "result": {"take": take, "says": verdict(known, best, swept, base), "next": lines}}
+
+
+def verdict(known, best, swept, base):
     says = [f"Lowest validation loss at the end: {best['val_loss']['mean']:.4f}, {label(best, swept)}."]
     near = [r for r in known if r is not best and r["val_loss"]["low"] <= best["val_loss"]["high"]]
     if best["val_loss"]["runs"] < 2:
@@ -151,11 +159,7 @@ def result_of(finished, swept, base, args):
         says.append("It lies below all others in every seed.")
     if "batch_size" in swept and "learning_rate" not in swept and base.lr_scaling == "none":
         says.append("All batches had the same learning rate; a batch size wants its own: --learning_rate=... or --lr_scaling.")
-    take = {k: best[k] for k in swept if k != "seed"}
-    if base.lr_scaling != "none":
-        take["lr_reference_batch"] = base.lr_reference_batch
-    line = common.what_next({}, "train.py", args, *(f"--{k}={v}" for k, v in take.items()), without=(*take, "seed"))
-    return {"rows": rows, "result": {"take": take, "says": says, "next": line}}
+    return says
 
 
 def rate_at_end(config):
@@ -163,7 +167,7 @@ def rate_at_end(config):
     return config.learning_rate * schedule.coupled(config.batch_size, config)[0]
 
 
-def end_of(rows):
+def final_values(rows):
     steps = [r for r in rows if "train/loss" in r]
     val = [r["val/loss"] for r in rows if r.get("val/loss") is not None]
     late = [r["train/loss"] for r in steps[-max(1, len(steps) // 10):] if r["train/loss"] is not None]
@@ -191,12 +195,16 @@ def table(result, swept):
 
 def draw(finished, result, swept, path):
     """Loss over tokens, steps and seconds, one colour for each row; final loss against the batch, or the first key swept."""
-    plt = style.pyplot()
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8.2), layout="constrained")
+    figure, axes = style.pyplot().subplots(2, 2, figsize=(11, 8.2), layout="constrained")
+    draw_curves(axes.flat[:3], finished, result["rows"], swept)
+    draw_ends(axes.flat[3], [row for row in result["rows"] if row["val_loss"]], [k for k in swept if k != "seed"])
+    style.save(figure, path)
+
+
+def draw_curves(axes, finished, rows, swept):
     logs = {name: log.read(config.out_dir) for name, config in finished.items()}
-    source = "val" if min(sum(r.get("val/loss") is not None for r in rows) for rows in logs.values()) >= 4 else "train"
-    shades = plt.get_cmap("viridis")
-    rows = result["rows"]
+    source = "val" if min(sum(r.get("val/loss") is not None for r in own) for own in logs.values()) >= 4 else "train"
+    shades = style.pyplot().get_cmap("viridis")
     tops, lows = [], []
     for i, row in enumerate(rows):
         color = style.COLORS[i] if len(rows) <= len(style.COLORS) else shades(0.95 * i / len(rows))
@@ -204,35 +212,36 @@ def draw(finished, result, swept, path):
             curve = compare.curve(logs[name], source)
             tops.append(curve["loss"][max(1, len(curve["loss"]) // 10):].max(initial=0))
             lows.append(curve["loss"].min())
-            for ax, measure in zip(axes.flat, compare.MEASURES):
+            for ax, measure in zip(axes, compare.MEASURES):
                 ax.plot(curve[measure], curve["loss"], color=color, lw=1.4, alpha=0.85, label=None if j else label(row, swept))
-    what = "Validation loss" if source == "val" else "Training loss, smoothed"
-    for ax, measure in zip(axes.flat, compare.MEASURES):
+    what, room = "Validation loss" if source == "val" else "Training loss, smoothed", 0.05 * (max(tops) - min(lows))
+    for ax, measure in zip(axes, compare.MEASURES):
         ax.set_title(f"{what} over {measure}")
         ax.set_xlabel(measure)
-        ax.set_ylim(min(lows) - 0.05 * (max(tops) - min(lows)), max(tops) + 0.05 * (max(tops) - min(lows)))
+        ax.set_ylim(min(lows) - room, max(tops) + room)
         style.counts(ax.xaxis)
-    axes.flat[0].legend(fontsize=9)
-    end = axes.flat[3]
-    keys = [k for k in swept if k != "seed"]
+    axes[0].legend(fontsize=9)
+
+
+def draw_ends(ax, rows, keys):
     x = "batch_size" if "batch_size" in keys or not keys else keys[0]
-    others = [k for k in keys if k != x]
-    lines = {}
+    others, lines = [k for k in keys if k != x], {}
     for row in rows:
-        if row["val_loss"]:
-            lines.setdefault(tuple(row[k] for k in others), []).append(row)
-    for i, (key, members) in enumerate(lines.items()):
+        lines.setdefault(tuple(row[k] for k in others), []).append(row)
+    for color, (key, members) in zip(style.COLORS * 9, lines.items()):
         mean, low, high = (np.array([r["val_loss"][part] for r in members]) for part in ("mean", "low", "high"))
-        where = [r[x] if isinstance(r[x], (int, float)) and not isinstance(r[x], bool) else str(r[x]) for r in members]
-        end.errorbar(where, mean, [mean - low, high - mean], fmt="o-", capsize=3, color=style.COLORS[i % len(style.COLORS)],
-                     label=", ".join(f"{k} {short(v)}" for k, v in zip(others, key)) or None)
-        if all(isinstance(v, (int, float)) and v > 0 for v in where):
-            end.set_xscale("log", base=2)
-            end.set_xticks(sorted(set(where) | set(end.get_xticks() if i else [])))
-            style.plain(end.xaxis)
-            end.xaxis.set_minor_locator(plt.NullLocator())
-    end.set_title("Validation loss at the end (range of seeds)")
-    end.set_xlabel({"batch_size": "batch size (sequences)"}.get(x, x))
+        where = [r[x] if is_number(r[x]) else str(r[x]) for r in members]
+        ax.errorbar(where, mean, [mean - low, high - mean], fmt="o-", capsize=3, color=color,
+                    label=", ".join(f"{k} {short(v)}" for k, v in zip(others, key)) or None)
+    values = sorted({row[x] for row in rows if is_number(row[x])})
+    if len(values) == len({row[x] for row in rows}) and values and values[0] > 0:
+        style.doublings(ax, values)
+        ax.xaxis.set_minor_locator(style.pyplot().NullLocator())
+    ax.set_title("Validation loss at the end (range of seeds)")
+    ax.set_xlabel({"batch_size": "batch size (sequences)"}.get(x, x))
     if others:
-        end.legend(fontsize=9)
-    style.save(figure, path)
+        ax.legend(fontsize=9)
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

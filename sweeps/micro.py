@@ -143,13 +143,16 @@ class Trials:
         return line
 
 
+def name_of(row):
+    return (f"micro-batch {row['micro_batch_size']}" + (f" x {row['accum']}" if row["accum"] > 1 else "")
+            + OPTIONS[row["activation_checkpointing"]] + (", compiled" if row["compile"] else ""))
+
+
 def in_words(row):
-    what = f"micro-batch {row['micro_batch_size']}" + (f" x {row['accum']}" if row["accum"] > 1 else "")
-    what += OPTIONS[row["activation_checkpointing"]] + (", compiled" if row["compile"] else "")
     if row["status"] != "ok":
-        return f"{what}: {row['status']} ({row['why']})"
+        return f"{name_of(row)}: {row['status']} ({row['why']})"
     rate = log.count(row["tok_per_sec" if row["accum"] > 1 else "tok_per_sec_micro"])
-    return f"{what}: {row['micro_step_ms']:.0f} ms a micro-step, {rate} tok/s, {common.size(row['peak'])}"
+    return f"{name_of(row)}: {row['micro_step_ms']:.0f} ms a micro-step, {rate} tok/s, {common.size(row['peak'])}"
 
 
 # -- memory
@@ -231,33 +234,38 @@ def memory_result(rows, within, args):
                 "next": []}
     good = [r for r in rows if r["status"] == "ok" and r["tok_per_sec_micro"] >= (1 - within) * best["tok_per_sec_micro"]]
     take = min(good, key=lambda r: (r["micro_batch_size"], r["activation_checkpointing"] != "none", r["compile"]))
-    largest, says = {}, []
-    for option, words in OPTIONS.items():
-        own = [r for r in rows if r["activation_checkpointing"] == option]
-        fits = [r["micro_batch_size"] for r in own if r["status"] == "ok"]
-        if not fits:
-            continue
-        largest[option] = max(fits)
-        beyond = min((r for r in own if r["status"] != "ok" and r["micro_batch_size"] > max(fits)),
-                     key=lambda r: r["micro_batch_size"], default=None)
-        says.append(f"Largest micro-batch{words}: {max(fits)}" + (
+    fits = {option: [r["micro_batch_size"] for r in rows if r["activation_checkpointing"] == option and r["status"] == "ok"]
+            for option in OPTIONS}
+    largest = {option: max(sizes) for option, sizes in fits.items() if sizes}
+    keys = {**what_of(take), "compile": str(take["compile"])}
+    return {"take": keys, "largest": largest, "within": within, "frontier": [what_of(r) for r in frontier(rows)],
+            "says": memory_verdict(rows, largest, best, take, within),
+            "next": common.what_next(keys, "sweep.py throughput", args)}
+
+
+def what_of(row):
+    return {k: row[k] for k in ("micro_batch_size", "activation_checkpointing", "compile")}
+
+
+def memory_verdict(rows, largest, best, take, within):
+    says = []
+    for option, most in largest.items():
+        beyond = min((r for r in rows if r["activation_checkpointing"] == option and r["status"] != "ok"
+                      and r["micro_batch_size"] > most), key=lambda r: r["micro_batch_size"], default=None)
+        says.append(f"Largest micro-batch{OPTIONS[option]}: {most}" + (
             f"; {beyond['micro_batch_size']}: {beyond['status']}." if beyond else ", and none that was tried did not fit."))
-    keys = {"micro_batch_size": take["micro_batch_size"], "activation_checkpointing": take["activation_checkpointing"],
-            "compile": str(take["compile"])}
-    says.append(f"Take {in_words(take).split(':')[0]}: the smallest within {within:.0%} of the best speed, "
-                f"{log.count(best['tok_per_sec_micro'])} tok/s (micro-batch {best['micro_batch_size']}"
-                f"{OPTIONS[best['activation_checkpointing']]}{', compiled' if best['compile'] else ''}), "
-                f"in {common.size(take['peak'])}. A larger one would only coarsen the steps in which the batch moves.")
-    compiled, plain = (fastest([r for r in rows if r["compile"] is on]) for on in (True, False))
-    if compiled and plain:
-        share = compiled["tok_per_sec_micro"] / plain["tok_per_sec_micro"]
+    says.append(f"Take {name_of(take)}: the smallest within {within:.0%} of the best speed, "
+                f"{log.count(best['tok_per_sec_micro'])} tok/s ({name_of(best)}), in {common.size(take['peak'])}. A larger one "
+                "would only coarsen the steps in which the batch moves.")
+    compiled, eager = (fastest([r for r in rows if r["compile"] is on]) for on in (True, False))
+    failed = next((r for r in rows if r["compile"] and r["status"] != "ok"), None)
+    if compiled and eager:
+        share = compiled["tok_per_sec_micro"] / eager["tok_per_sec_micro"]
         says.append(f"torch.compile at its best (micro-batch {compiled['micro_batch_size']}): {share:.2f} times the best speed "
                     "without.")
-    failed = [r for r in rows if r["compile"] and r["status"] != "ok"]
-    says += [f"torch.compile: {r['status']} ({r['why']})." for r in failed[:1] if not compiled]
-    points = [{k: r[k] for k in ("micro_batch_size", "activation_checkpointing", "compile")} for r in frontier(rows)]
-    return {"take": keys, "largest": largest, "within": within, "frontier": points, "says": says,
-            "next": common.what_next(keys, "sweep.py throughput", args)}
+    elif failed and not compiled:
+        says.append(f"torch.compile: {failed['status']} ({failed['why']}).")
+    return says
 
 
 def memory_table(rows, result):
@@ -268,15 +276,13 @@ def memory_table(rows, result):
         if r["status"] != "ok":
             cells.append((*what, "-", "-", "-", "-", "-", r["status"]))
             continue
-        keys = {k: r[k] for k in ("micro_batch_size", "activation_checkpointing", "compile")}
         cells.append((*what, common.size(r["peak"]), common.size(r["peak_allocated"]), f"{r['micro_step_ms']:.1f}",
-                      log.count(r["tok_per_sec_micro"]), f"{r['ceiling']:.0%}", "frontier" if keys in marked else ""))
+                      log.count(r["tok_per_sec_micro"]), f"{r['ceiling']:.0%}", "frontier" if what_of(r) in marked else ""))
     return style.table(cells) + "\n"
 
 
 def draw_memory(rows, result, path):
-    plt = style.pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure, (left, right) = style.pyplot().subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     groups = {}
     for r in sorted(rows, key=lambda r: r["micro_batch_size"]):
         groups.setdefault((r["compile"], r["activation_checkpointing"]), []).append(r)
@@ -379,8 +385,7 @@ def throughput_table(rows):
 
 
 def draw_throughput(rows, result, path):
-    plt = style.pyplot()
-    figure, axes = plt.subplots(1, 3, figsize=(12, 4.2), layout="constrained")
+    figure, axes = style.pyplot().subplots(1, 3, figsize=(12, 4.2), layout="constrained")
     ok = [r for r in rows if r["status"] == "ok"]
     batch = [r["micro_batch_size"] * r["accum"] for r in ok]
     parts = (("Tokens per second", [r["tok_per_sec"] for r in ok], log.count),

@@ -142,22 +142,27 @@ def ratio(a, b):
 
 def result_of(rows, pooled, micro, least, args):
     """The largest batch all of whose doublings gained at least `least`, by the steps of all runs together."""
-    meaningful, beyond = micro, None
-    for batch, own in pooled.items():
-        if own["gain"] < least:
-            beyond = batch
-            break
-        meaningful = batch
-    known = [r["noise_scale"]["value"] for r in rows if r["noise_scale"] and r["accum"] > 1] or [
-        r["noise_scale"]["value"] for r in rows if r["noise_scale"]]
-    says = []
+    beyond = next((batch for batch, own in pooled.items() if own["gain"] < least), None)
+    meaningful = max((batch for batch in pooled if beyond is None or batch < beyond), default=micro)
+    take = {"micro_batch_size": micro, "batch_size": meaningful}
+    sizes = ",".join(str(b) for b in (meaningful // 2, meaningful, 2 * meaningful) if b >= micro)
+    options = {"batch_schedule": "constant", "micro_batch_size": micro, "batch_size": sizes, "lr_scaling": "sqrt",
+               "seed": "0,1,2"}
+    lines = common.what_next(take, "sweep.py runs", args, *(f"--{k}={v}" for k, v in options.items()), without=options)
+    return {"take": take, "beyond": beyond, "gain": least, "gains": pooled,
+            "says": verdict(rows, pooled, meaningful, beyond, least), "next": lines}
+
+
+def verdict(rows, pooled, meaningful, beyond, least):
+    says = [f"Largest effective batch with meaningful updates: {meaningful} sequences"]
     if beyond:
         own = pooled[beyond]
-        says.append(f"Largest effective batch with meaningful updates: {meaningful} sequences. The doubling to {beyond} gained "
-                    f"{own['gain']:.0%} +- {own['se']:.0%} progress per step for 100% more tokens, below {least:.0%}.")
+        says[0] += (f". The doubling to {beyond} gained {own['gain']:.0%} +- {own['se']:.0%} progress per step for 100% more "
+                    f"tokens, below {least:.0%}.")
     else:
-        says.append(f"Largest effective batch with meaningful updates: {meaningful} sequences or more; every doubling that was "
-                    f"tried gained at least {least:.0%} per step.")
+        says[0] += f" or more; every doubling that was tried gained at least {least:.0%} per step."
+    known = [r["noise_scale"]["value"] for r in rows if r["noise_scale"] and r["accum"] > 1] or [
+        r["noise_scale"]["value"] for r in rows if r["noise_scale"]]
     if known:
         limit = (1 / least - 1) if least else float("inf")
         says.append(f"By the noise scale ({rows[-1]['noise_scale']['of'] if rows[-1]['noise_scale'] else 'of the runs'}), "
@@ -167,12 +172,7 @@ def result_of(rows, pooled, micro, least, args):
         says.append("The noise scale is undetermined in these runs: more --steps.")
     says.append("These are the first steps of a run at one learning rate: the noise scale rises during training, and the batch "
                 "that pays with it.")
-    take = {"micro_batch_size": micro, "batch_size": meaningful}
-    sizes = ",".join(str(b) for b in (meaningful // 2, meaningful, 2 * meaningful) if b >= micro)
-    options = {"batch_schedule": "constant", "micro_batch_size": micro, "batch_size": sizes, "lr_scaling": "sqrt",
-               "seed": "0,1,2"}
-    lines = common.what_next(take, "sweep.py runs", args, *(f"--{k}={v}" for k, v in options.items()), without=options)
-    return {"take": take, "beyond": beyond, "gain": least, "gains": pooled, "says": says, "next": lines}
+    return says
 
 
 def table(rows, pooled):
