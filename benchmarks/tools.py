@@ -104,7 +104,7 @@ def write_json(path, report):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = {**hardware.facts("cpu"), "load_average": os.getloadavg()[0]}
-    report = {"command": command(), "machine": machine, **report}
+    report = {"command": command(), "date": time.strftime("%Y-%m-%d"), "machine": machine, **report}
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {path}")
 

@@ -85,8 +85,9 @@ def write(args, config, paper, finding, numbers):
     os.makedirs(args.results, exist_ok=True)
     path = os.path.join(args.results, args.name)
     settings = {k: v for k, v in vars(config).items() if v != configurator.FIELDS[k].default and k not in ("out_dir", "device")}
-    checkpoint.write_json(path + ".json", {"command": args.command, "paper": paper, "finding": finding, **numbers,
-                                           "settings": settings, "last_command_seconds": round(time.time() - args.started),
-                                           **hardware.facts(hardware.pick_device(config.device))})
+    checkpoint.write_json(path + ".json", {"command": args.command, "date": time.strftime("%Y-%m-%d"),
+                                           "machine": hardware.facts(hardware.pick_device(config.device)), "paper": paper,
+                                           "finding": finding, **numbers, "settings": settings,
+                                           "last_command_seconds": round(time.time() - args.started)})
     print(f"\n{paper}\n{finding}\n{path}.json {path}.png", flush=True)
     return path + ".png"

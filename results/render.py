@@ -1,0 +1,186 @@
+"""
+The pages that are written from data: docs/results.md and docs/figures.md from results/*.json, docs/log_keys.md from
+trainer/log_keys.py.
+
+    python results/render.py              # write them
+    python results/render.py --check      # exit 1 and say which are stale
+
+A file in results/ has command, date (or a commit in machine), machine and finding; optional are notes (sentences), a picture of
+the same name, and, where a published figure was checked, paper and holds. A new file also needs a title here.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from trainer import log_keys  # noqa: E402
+
+RESULTS = {
+    "The noise scale": {
+        "quickstart": "The quickstart's noise scale",
+        "layers": "Norm layers against the whole model",
+    },
+    "What tracking costs": {
+        "step_quickstart_bfloat16": "Training step, quickstart, bf16",
+        "step_quickstart_float32": "Training step, quickstart, float32",
+        "step_char_bfloat16": "Training step, 6 layers x 384, bf16",
+        "step_char_float32": "Training step, 6 layers x 384, float32",
+        "step_111m_bfloat16": "Training step, gpt_111m, bf16",
+        "step_111m_float32": "Training step, gpt_111m, float32",
+        "step_ranks": "Training step under DDP",
+        "step_quickstart_exact": "Calibration",
+        "step_others": "Exact mode against per-sample gradients of others",
+        "grad_stats": "grad_stats, quickstart",
+        "grad_stats_wikitext2": "grad_stats, wikitext2",
+    },
+    "Speed": {
+        "kernel": "Norm kernel against torch's LayerNorm",
+        "triton": "Triton kernels, compiled only",
+        "step_against_111m": "Against nanoGPT, gpt_111m",
+        "step_against_char": "Against nanoGPT, 6 layers x 384",
+        "profile_111m": "Where a step's time goes, gpt_111m",
+        "profile_char": "Where a step's time goes, 6 layers x 384",
+        "data": "Tokenisation",
+        "startup": "Start-up",
+    },
+    "Sweeps of wikitext2": {
+        "sweep_memory": "sweep.py memory",
+        "sweep_throughput": "sweep.py throughput",
+        "sweep_quality": "sweep.py quality",
+        "sweep_runs": "sweep.py runs",
+    },
+}
+
+FIGURES = {  # title, time on two quiet cores
+    "estimator_variance": ("Estimator variance (Fig. 2)", "2 min and the shared run"),
+    "flop_cost": ("FLOPs (Fig. 3, Table 1)", "10 s"),
+    "io_cost": ("Bytes moved (Fig. 4)", "10 s"),
+    "phase_plot": ("Phase plot (Fig. 5)", "the shared run"),
+    "temperature": ("Temperature (Fig. 6)", "5 min"),
+    "norm_predicts": ("Norm layers predict the total (Fig. 7)", "two shared runs"),
+    "kernel_speed": ("Kernel speed (Fig. 8)", "30 s"),
+    "batch_schedule": ("Batch schedule (Fig. 9)", "1 h"),
+    "lr_tuning": ("Learning rate at constant FLOPs (Fig. 14)", "4 min"),
+    "attention_divergence": ("Attention in bf16 (App. C)", "2 min"),
+    "cross_rank": ("Ranks (the 1.3B run)", "2 min, two processes"),
+    "accumulation": ("Accumulation", "4 min"),
+    "bf16_quality": ("bf16 against float32", "six quickstart runs"),
+}
+
+BY = "This page is written from `results/*.json` by `python results/render.py`: change those, not it."
+
+
+def load(folder):
+    """{name: result} of all files, checked."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    titled = {name for names in RESULTS.values() for name in names} | set(FIGURES)
+    for name, result in results.items():
+        missing = [key for key in ("command", "machine", "finding") if not result.get(key)]
+        if not result.get("date") and not result.get("machine", {}).get("commit"):
+            missing.append("date")
+        if missing:
+            raise SystemExit(f"results/{name}.json has no {', '.join(missing)}")
+    if titled != set(results):
+        raise SystemExit(f"results/render.py has no title, or results/ no file, for {', '.join(sorted(titled ^ set(results)))}")
+    return results
+
+
+def machine(result):
+    m = result["machine"]
+    facts = [m["device"] + (f" ({m['cpu']})" if "cpu" in m else ""), f"{m['cores']} cores", f"torch {m['torch']}",
+             result.get("date"), m.get("commit") and f"commit {m['commit']}"]
+    return ", ".join(fact for fact in facts if fact)
+
+
+def entry(name, heading, result, takes=None):
+    """One measurement: what was found, how to do it again, where the numbers are."""
+    lines = [heading, ""]
+    if "paper" in result:
+        lines += [result["paper"], ""]
+    lines += [result["finding"], ""]
+    lines += [*(f"- {note}" for note in result["notes"]), ""] if result.get("notes") else []
+    lines += ["```", result["command"], "```", ""]
+    links = [f"[numbers](../results/{name}.json)"]
+    picture = (ROOT / "results" / f"{name}.png").exists()
+    if picture:
+        links.append(f"[picture](../results/{name}.png)")
+    lines += [f"{', '.join(links)}. {machine(result)}." + (f" Takes {takes}." if takes else ""), ""]
+    if picture and "paper" in result:
+        lines += [f"![{heading.strip('# ')}](../results/{name}.png)", ""]
+    return lines
+
+
+def results_page(results):
+    lines = ["# Results", "", BY, "",
+             "The machines: Zen 3 has AVX2 and no bf16 instructions, Zen 4 has AVX-512 and bf16. Both were shared with others,",
+             "so ratios count and milliseconds do not. What did not work, and how far timings repeat, is in",
+             "[LOG.md](../results/LOG.md). The paper's figures are in [figures.md](figures.md)."]
+    for section, names in RESULTS.items():
+        lines += ["", f"## {section}", ""]
+        for name, title in names.items():
+            lines += entry(name, f"### {title}", results[name])
+    return tidy(lines)
+
+
+def figures_page(results):
+    lines = ["# The paper's figures, checked", "", BY, "",
+             "One script in `experiments/` for each figure of Gray et al. 2024 (arXiv 2411.00999). Each prints what the paper",
+             "says and what was found here, whichever way it came out. Here means small models on two CPU cores.", "",
+             "`--tiny` takes seconds. `--config config/gpt_111m.py --device cuda` is for the paper's size: not run yet.",
+             "`--seeds` adds seeds. Figures 2, 5 and 7 share one training run per seed, about four minutes on one core.",
+             "The first of them makes it. Times are for two quiet cores, estimated where runs shared theirs.", "",
+             "| figure | does it hold here? |", "|---|---|"]
+    lines += [f"| [{title}](#{anchor(title)}) | {results[name].get('holds', 'see below')} |"
+              for name, (title, _) in FIGURES.items()]
+    lines.append("")
+    for name, (title, takes) in FIGURES.items():
+        lines += entry(name, f"## {title}", results[name], takes)
+        if name == "batch_schedule":
+            lines += schedule_table(results[name])
+    return tidy(lines)
+
+
+def schedule_table(result):
+    lines = [f"What it took to reach the fixed run's final loss, {result['target']:.3f}:", "",
+             "| batch | tokens | steps | loss at the end |", "|---|---|---|---|"]
+    for name, group in result["groups"].items():
+        tokens, steps = group["at_target"]["tokens"], group["at_target"]["steps"]
+        lines.append(f"| {name} | {tokens['mean'] / 1e3:.0f}k ({tokens['low'] / 1e3:.0f}k to {tokens['high'] / 1e3:.0f}k) | "
+                     f"{steps['mean']:.0f} | {group['final_val_loss']['mean']:.3f} |")
+    return [*lines, ""]
+
+
+def anchor(title):
+    """The name that GitHub gives a heading."""
+    return "".join(c for c in title.lower().replace(" ", "-") if c.isalnum() or c in "-_")
+
+
+def tidy(lines):
+    return "\n".join(lines).rstrip().replace("\n\n\n", "\n\n") + "\n"
+
+
+def pages():
+    results = load(ROOT / "results")
+    return {"results.md": results_page(results), "figures.md": figures_page(results), "log_keys.md": log_keys.page()}
+
+
+def main(argv=None):
+    check = "--check" in (sys.argv[1:] if argv is None else argv)
+    stale = []
+    for name, text in pages().items():
+        path = ROOT / "docs" / name
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(f"docs/{name}")
+        if not check:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    print(f"{'stale' if check else 'written'}: {', '.join(stale)}" if stale else "docs are up to date")
+    return 1 if check and stale else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

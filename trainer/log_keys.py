@@ -1,0 +1,117 @@
+"""
+Every key of log.jsonl: its unit and its meaning. docs/log_keys.md is written from here (python results/render.py), and
+tests/test_log_keys.py fails when a run writes another key, or none writes one of these.
+
+A key may hold placeholders: {group} and {part} are the names in GROUPS and PARTS, {k} and {i} are numbers.
+A value that is undetermined is null in the file.
+"""
+
+import re
+
+GROUPS = {
+    "norm": "the norm layers",
+    "attention": "attention's matrices and biases",
+    "mlp": "those of the MLPs",
+    "embedding": "token and position embeddings; the head, too, where it is tied to them",
+    "head": "the head, where it is not tied",
+    "total": "every parameter",
+    "block_{i}": "block i: its norm layers, attention and MLP",
+}
+
+PARTS = {
+    "": "the noise scale",
+    "_low": "lower end of its 95% interval",
+    "_high": "upper end of its 95% interval",
+    "_sq_norm": "average of the unbiased estimates of |G|^2",
+    "_tr_sigma": "average of the unbiased estimates of tr(Sigma)",
+}
+
+SECTIONS = {
+    "train": "Written at every logged step, and once at the end.",
+    "val": "Written at every evaluation, in rows of their own with step and tokens.",
+    "batch": "What a step read.",
+    "step time": "The clock stands still during evaluation, checkpoints and pictures.",
+    "gns": "In sequences. null while undetermined.",
+    "detail": "For whoever wants to look behind the noise scale. Most need a setting, named with the key.",
+}
+
+KEYS = [  # key, unit, meaning, section
+    ("step", "steps", "optimizer steps so far", "train"),
+    ("tokens", "tokens", "tokens read so far; the x-axis of every picture", "train"),
+    ("examples", "sequences", "sequences read so far", "train"),
+    ("train/loss", "nats per token", "mean over all micro-batches of that step", "train"),
+    ("lr", "", "learning rate of that step, schedule and lr_scaling included", "train"),
+    ("beta2", "", "Adam's beta2 of that step; only with beta2_scaling", "train"),
+    ("weight_decay", "", "weight decay of that step; only with weight_decay_scaling", "train"),
+    ("grad/norm", "", "norm of the step's gradient, before clipping", "train"),
+    ("bad_steps", "steps", "steps skipped so far, because loss or gradient was not finite", "train"),
+    ("event", "text", "a row of its own with step and tokens: what the batch schedule did and why, or where a branch began",
+     "train"),
+    ("val/loss", "nats per token", "mean over the fixed validation windows", "val"),
+    ("val/ppl", "", "exp(val/loss)", "val"),
+    ("batch_size", "sequences", "sequences in that step, over all micro-batches and processes", "batch"),
+    ("accum", "micro-batches", "micro-batches in that step, on each process", "batch"),
+    ("seconds", "s", "training time so far, over all resumes", "step time"),
+    ("dt_ms", "ms", "mean time of a step since the last logged one", "step time"),
+    ("tok_per_sec", "tokens/s", "speed since the last logged step, over all processes", "step time"),
+    ("mfu", "share", "of the machine's own matrix-product speed, measured at the start", "step time"),
+    ("gns/calibrated", "sequences", "the whole model's noise scale: gns/norm times gns/calibration", "gns"),
+    ("gns/calibrated_low", "sequences", "lower end of its 95% interval", "gns"),
+    ("gns/calibrated_high", "sequences", "upper end of its 95% interval", "gns"),
+    ("gns/calibration", "factor", "from the norm layers' noise scale to the whole model's, by exact steps", "gns"),
+    ("gns/calibration_low", "factor", "lower end of its 95% interval", "gns"),
+    ("gns/calibration_high", "factor", "upper end of its 95% interval", "gns"),
+    ("gns/{group}{part}", "sequences", "noise scale of a group, its interval and its two averages; gns=norm has norm alone",
+     "gns"),
+    ("gns/{group}_adam{part}", "sequences", "the same in the metric that Adam steps in (gns_adam); not for blocks", "gns"),
+    ("gns/{group}_step_sq_norm", "", "unbiased |G|^2 of that step alone; may be negative", "detail"),
+    ("gns/{group}_step_tr_sigma", "", "unbiased tr(Sigma) of that step alone; may be negative", "detail"),
+    ("gns/step_tr_sigma_se", "", "standard error of the step's tr(Sigma), by a jackknife over its examples", "detail"),
+    ("gns/example_max", "", "largest squared gradient norm of an example in that step", "detail"),
+    ("gns/example_median", "", "the median of them", "detail"),
+    ("gns/{group}_micro{part}", "sequences", "classical estimate, micro-batches against the step (gns_crosscheck); norm, total",
+     "detail"),
+    ("gns/{group}_rank{part}", "sequences", "classical estimate, processes against the step (gns_crosscheck); norm and total",
+     "detail"),
+    ("grad/coherence", "cosine", "mean between successive micro-batches (grad_stats): 0 for pure noise", "detail"),
+    ("grad/coherence_total", "cosine", "mean between each micro-batch and the step: 1/sqrt(micro-batches) for pure noise",
+     "detail"),
+    ("grad/mean", "", "mean over the coordinates of the step's gradient", "detail"),
+    ("grad/variance", "", "variance over the coordinates of the step's gradient", "detail"),
+    ("grad/norm_after_{k}", "", "norm of the mean gradient of the step's first k = 1, 2, 4, ... micro-batches", "detail"),
+    ("grad/mean_after_{k}", "", "its mean over coordinates", "detail"),
+    ("grad/variance_after_{k}", "", "its variance over coordinates", "detail"),
+    ("adam/snr", "", "mean of |m| / sqrt(v): 1 where gradients repeat themselves, 0.18 for pure noise (beta1 0.9)", "detail"),
+    ("update/norm", "", "length of the step that the weights took", "detail"),
+    ("update/ratio", "share", "that over the length of the weights", "detail"),
+]
+
+
+def pattern(key):
+    """The regular expression of a key with placeholders; each is a named group."""
+    either = {"group": "|".join(GROUPS).replace("{i}", r"\d+"), "part": "|".join(PARTS), "k": r"\d+"}
+    return re.compile(re.sub(r"\{(\w+)\}", lambda m: f"(?P<{m[1]}>{either[m[1]]})", key))
+
+
+def rows_of(key):
+    """The rows of the table that describe a key found in a log: one, if all is well."""
+    return [row for row in KEYS if pattern(row[0]).fullmatch(key)]
+
+
+def page():
+    """docs/log_keys.md"""
+    text = ["# Log keys", "",
+            "`log.jsonl` in the run folder has one JSON object per line. wandb gets the same keys.",
+            "This page is written from `trainer/log_keys.py` by `python results/render.py`.", "",
+            "`{group}`, `{part}`, `{i}` and `{k}` stand for the names and numbers in the tables at the end."]
+    for section, about in SECTIONS.items():
+        text += ["", f"## {section}", "", about, "", "| key | unit | meaning |", "|---|---|---|"]
+        text += [cells(f"`{key}`", unit, meaning) for key, unit, meaning, where in KEYS if where == section]
+    for title, names in (("group", GROUPS), ("part", PARTS)):
+        text += ["", f"## {{{title}}}", "", "| name | meaning |", "|---|---|"]
+        text += [cells(f"`{name}`" if name else "(nothing)", meaning) for name, meaning in names.items()]
+    return "\n".join(text) + "\n"
+
+
+def cells(*texts):
+    return "| " + " | ".join(text.replace("|", "\\|") for text in texts) + " |"
