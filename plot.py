@@ -19,7 +19,7 @@ import numpy as np
 import configurator
 import gns
 from configurator import ConfigError
-from trainer import checkpoint, log
+from trainer import checkpoint, log, noise
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")  # Okabe & Ito, safe for all eyes
 STYLE = {"font.size": 12, "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -102,12 +102,12 @@ def draw_noise(ax, rows, name, color, alone):
     measured = [row for row in rows if "gns/norm" in row]
     if not measured:
         return
-    key = log.noise_key(measured)
+    key = noise.shown(measured)
     tokens, value = series(measured, key)
     low, high = (series(measured, key + end)[1] for end in ("_low", "_high"))
     ax.fill_between(tokens, [max(v, 1e-2) for v in low], high, color=color, alpha=0.2, lw=0,
                     label="95% interval" if alone else None)
-    ax.plot(tokens, value, color=color, label=f"noise scale, {log.NOISE[key]}" if alone else f"{name}, noise scale")
+    ax.plot(tokens, value, color=color, label=f"noise scale, {noise.NOISE[key]}" if alone else f"{name}, noise scale")
     if alone and key != "gns/norm":
         ax.plot(*series(rows, "gns/norm"), color=color, lw=1, ls=":", label="noise scale, the norm layers")
     known = [v for v in value if v == v] + batch
@@ -397,10 +397,10 @@ def draw_phase(ax, rows):
     """Noise over signal, each group's path through the run."""
     nan = float("nan")
     for color, group in zip(COLORS, groups_of(rows)[0]):
-        signal, noise = (series(rows, f"gns/{group}_{part}")[1] for part in ("sq_norm", "tr_sigma"))
-        signal, noise = ([v if v and v > 0 else nan for v in values] for values in (signal, noise))
-        ax.plot(signal, noise, color=color, lw=1.2)
-        ax.plot(signal[-1:], noise[-1:], "o", color=color, label=group)
+        sq_norm, tr_sigma = (series(rows, f"gns/{group}_{part}")[1] for part in ("sq_norm", "tr_sigma"))
+        sq_norm, tr_sigma = ([v if v and v > 0 else nan for v in values] for values in (sq_norm, tr_sigma))
+        ax.plot(sq_norm, tr_sigma, color=color, lw=1.2)
+        ax.plot(sq_norm[-1:], tr_sigma[-1:], "o", color=color, label=group)
     ax.set_title("Phase plot (dot: end of the run)")
     ax.set_xlabel("signal, |G|²")
     ax.set_ylabel("noise, tr Σ")

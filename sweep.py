@@ -36,7 +36,7 @@ from sweeps import grid as sweep_grid
 from sweeps import micro as sweep_micro
 from sweeps import quality as sweep_quality
 from sweeps.jobs import read_config, run_all, run_training, table, tokens_done
-from trainer import checkpoint, log
+from trainer import checkpoint, log, noise
 
 # -- branch
 
@@ -158,12 +158,12 @@ def branch_result(rows, base_steps, start, window, batch, tolerance):
             if not entry["within"]:
                 break
             largest = entry
-    key = log.noise_key(base_steps)
-    known = next((r for r in reversed(base_steps) if log.noise(r, key)), None)
-    noise = known and dict(zip(("value", "low", "high"), log.noise(known, key)), of=log.NOISE[key], tokens=known["tokens"])
+    key = noise.shown(base_steps)
+    known = next((r for r in reversed(base_steps) if noise.noise(r, key)), None)
+    found = known and dict(zip(("value", "low", "high"), noise.noise(known, key)), of=noise.NOISE[key], tokens=known["tokens"])
     return {"at": start, "window": window, "tolerance": tolerance, "batch_size": batch, "branches": table,
             "largest_within": largest["batch_size"], "first_beyond": next(
-                (e["batch_size"] for e in table if e["factor"] > largest["factor"]), None), "noise_scale": noise}
+                (e["batch_size"] for e in table if e["factor"] > largest["factor"]), None), "noise_scale": found}
 
 
 def branch_table(result):
@@ -178,10 +178,10 @@ def branch_table(result):
     low, high = result["largest_within"], result["first_beyond"]
     lines += ["", f"Critical batch by experiment: {f'between {low} and {high}' if high else f'{low} or more'} sequences, "
                   f"{low / result['batch_size']:g} times the run's batch is within {result['tolerance']:g} nats."]
-    noise = result["noise_scale"]
-    lines.append("Noise scale of the same run: undetermined." if noise is None else
+    found = result["noise_scale"]
+    lines.append("Noise scale of the same run: undetermined." if found is None else
                  "Noise scale of the same run ({of}): {value:.3g} sequences (95% interval {low:.3g} to {high:.3g})."
-                 .format(**noise))
+                 .format(**found))
     if any(e["above_se"] > result["tolerance"] / 2 for e in result["branches"]):
         lines.append("Some differences are as uncertain as the tolerance: a longer --window would be surer.")
     return "\n".join(lines)
@@ -202,10 +202,10 @@ def draw_branch(result, rows, path):
     batch_ax.errorbar([e["batch_size"] for e in table], [e["above"] for e in table], [2 * e["above_se"] for e in table],
                       fmt="o-", color=plot.COLORS[0], capsize=3, label="loss above k = 1")
     batch_ax.axhline(result["tolerance"], color="#888888", ls=":", label="tolerance")
-    noise = result["noise_scale"]
-    if noise:
-        batch_ax.axvspan(noise["low"], noise["high"], color=plot.COLORS[1], alpha=0.2, lw=0)
-        batch_ax.axvline(noise["value"], color=plot.COLORS[1], ls="--", label="noise scale, 95% interval")
+    found = result["noise_scale"]
+    if found:
+        batch_ax.axvspan(found["low"], found["high"], color=plot.COLORS[1], alpha=0.2, lw=0)
+        batch_ax.axvline(found["value"], color=plot.COLORS[1], ls="--", label="noise scale, 95% interval")
     batch_ax.set_xscale("log", base=2)
     batch_ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
     batch_ax.set_title("Loss above k = 1 (nats per token)")

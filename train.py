@@ -28,7 +28,7 @@ import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
 from rightbatch.tracker import Tracker
-from trainer import batches, checkpoint, distributed, hardware, log
+from trainer import batches, checkpoint, distributed, hardware, log, noise
 from trainer.grad_stats import GradStats
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
@@ -50,7 +50,7 @@ def train(config, ranks, device):
         raise ConfigError(f"branch_from={config.branch_from!r}: its checkpoint is at {saved['state']['tokens']} tokens, "
                           f"this run ends at {end_tokens}")
     quantum = config.micro_batch_size * ranks.world
-    plan = ranks.guard(lambda: batch_schedule(config, quantum, saved and not branched and saved.get("schedule")))
+    plan = ranks.guard(lambda: configurator.batch_schedule(config, quantum, saved and not branched and saved.get("schedule")))
 
     # -- model and optimizer
     torch.manual_seed(config.seed)
@@ -167,7 +167,7 @@ def train(config, ranks, device):
     stopping = 0
     while state["tokens"] < end_tokens and not stopping:
         vote = ranks.vote(stop_signal)
-        if plan.file:
+        if plan.polls:
             note = plan.accept(ranks.from_first(plan.poll))  # batch_file, if its owner edited it
             if note:
                 out.event(state["step"] + 1, state["tokens"], note)
@@ -254,7 +254,7 @@ def train(config, ranks, device):
             out.say(describe(row, config, left))
             # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
             if state["step"] % config.log_interval == 0 and state["tokens"] < config.max_tokens:
-                note = plan.observe(state["tokens"], row)
+                note = plan.observe(state["tokens"], noise.noise(row, noise.noise_key(config)))
                 if note:
                     out.event(state["step"], state["tokens"], note)
             logged_tokens, logged_seconds, logged_step = state["tokens"], seconds, state["step"]
@@ -275,13 +275,6 @@ def train(config, ranks, device):
     elif ranks.first:
         print(summary(config))
     return 128 + stopping if stopping else 0
-
-
-def batch_schedule(config, quantum, saved):
-    try:
-        return schedule.BatchSchedule(config, quantum, saved)
-    except ValueError as e:
-        raise ConfigError(f"batch_file={config.batch_file!r}: {e}") from None
 
 
 def load_for_resume(config, data, mmap=False):
@@ -327,12 +320,12 @@ def validation_loss(model, data, config, device, autocast, ranks=None):
 
 def describe(row, config, seconds_left):
     """The line of a logged step."""
-    noise = "gns off" if config.gns == "off" else "gns undetermined"
-    key = log.noise_key([row])
-    if log.noise(row, key):
-        noise = "{} {:.3g} [{:.3g}, {:.3g}]".format("norm gns" if key == "gns/norm" else "gns", *log.noise(row, key))
+    says = "gns off" if config.gns == "off" else "gns undetermined"
+    key = noise.shown([row])
+    if noise.noise(row, key):
+        says = "{} {:.3g} [{:.3g}, {:.3g}]".format("norm gns" if key == "gns/norm" else "gns", *noise.noise(row, key))
     return (f"step {row['step']:>6} | {log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%} | "
-            f"loss {row['train/loss']:.4f} | batch {row['batch_size']:>3} | {noise:<22} | "
+            f"loss {row['train/loss']:.4f} | batch {row['batch_size']:>3} | {says:<22} | "
             f"{log.count(row['tok_per_sec']):>5} tok/s, mfu {row['mfu']:3.0%} | {log.duration(seconds_left)} left"
             + (f" | {row['bad_steps']} steps skipped, not finite" if row["bad_steps"] else ""))
 
@@ -356,12 +349,12 @@ def noise_summary(steps, config):
         return ["The noise scale was not measured (gns=off)."]
     if config.batch_size == 1:
         return ["A step of one example has no noise scale: give batch_size=2 or more to measure it."]
-    end, key = steps[-1], log.noise_key(steps)
-    known = [row for row in steps if log.noise(row, key)]
-    if not log.noise(end, key):
+    end, key = steps[-1], noise.shown(steps)
+    known = [row for row in steps if noise.noise(row, key)]
+    if not noise.noise(end, key):
         return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
                 "Try a longer gns_half_life_tokens or a larger batch_size."]
-    g, low, high = log.noise(end, key)
+    g, low, high = noise.noise(end, key)
     nearest = [min(known, key=lambda row: abs(row["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
     path = {row["step"]: row for row in nearest if row is not end}.values()
     over = "".join(f"{row[key]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']}), " for row in path)
@@ -370,7 +363,7 @@ def noise_summary(steps, config):
                if B > 1.5 * g > 0 else
                f"{g / B:.1f} times less: steps are noisy, a larger batch would cost few extra tokens and save steps"
                if g > 1.5 * B else "about that: tokens and steps are well balanced")
-    lines = [f"Noise scale of {log.NOISE[key]}, in sequences: {over}{g:.3g} at the end "
+    lines = [f"Noise scale of {noise.NOISE[key]}, in sequences: {over}{g:.3g} at the end "
              f"(95% interval {low:.3g} to {high:.3g}), which is {log.count(g * config.block_size)} tokens.",
              f"It suggests a batch of about {max(2, round(g))} sequences. This run ended at {B}, {verdict}."]
     if key == "gns/calibrated":
@@ -389,7 +382,7 @@ def schedule_summary(rows, steps, config):
     text = f"The schedule ({config.batch_schedule}) " + (
         f"kept the batch at {last}" if all(r["batch_size"] == last for r in steps) else
         f"took the batch from {first} to {last}")
-    key = log.noise_key(steps)
+    key = noise.shown(steps)
     known = [(row["tokens"] - before["tokens"], row["batch_size"] / row[key])
              for before, row in zip([{"tokens": 0}, *steps], steps) if row.get(key)]
     if known:
@@ -399,7 +392,7 @@ def schedule_summary(rows, steps, config):
                  f"{below:.0%} in batches below half of it")
     moves = [(r["event"].split(":")[0].removeprefix("batch "), r["tokens"]) for r in rows
              if r.get("event", "").startswith("batch ") and " -> " in r["event"]]
-    if config.batch_schedule == "gns":
+    if schedule.kind(config).measured:
         text += (f". The controller moved it {len(moves)} time{'s' if len(moves) != 1 else ''}"
                  + (": " + ", ".join(f"{move} at {log.count(tokens)}" for move, tokens in moves) if moves else ""))
     return text + "."
@@ -415,16 +408,14 @@ def main(argv=None):
         if "--plan" in argv:
             from trainer import plan
             return plan.main(argv)
-        config = configurator.parse(argv)
+        config = configurator.parse(argv, distributed.world_size())
         device = hardware.pick_device(config.device)
         ranks = distributed.start(config, device)
         code = train(config, ranks, device)
         ranks.stop()
         return code
     except ConfigError as e:
-        if ranks and ranks.world > 1:
-            ranks.report(e)
-        configurator.die(e)
+        distributed.report(e, ranks)
     except Exception as e:
         if ranks and ranks.world > 1:
             ranks.fail(e)

@@ -32,7 +32,8 @@ WHOLE = dict(max_tokens=16_000, checkpoint_tokens=1000, dropout=0.1, log_interva
 DRIVER = """
 import json, os, shutil, sys
 sys.path.insert(0, {root!r})
-import checkpoint, distributed, torch, train
+import train
+from trainer import checkpoint
 train.summary = lambda config: ""  # no pictures here
 real_save = checkpoint.save
 def save(out_dir, state):  # keep every checkpoint

@@ -114,20 +114,6 @@ def wandb_key():
         return False
 
 
-NOISE = {"gns/total": "the whole model", "gns/calibrated": "the whole model", "gns/norm": "the norm layers"}
-
-
-def noise_key(rows):
-    """Which noise scale to show for a run: the best that its newest row has determined, of the whole model if there."""
-    newest = next((r for r in reversed(rows) if "gns/norm" in r), {})
-    return next((key for key in NOISE if newest.get(key) is not None), "gns/norm")
-
-
-def noise(row, key):
-    """(noise scale, low, high) of a row, or None while undetermined."""
-    return None if row.get(key) is None else (row[key], row[f"{key}_low"], row[f"{key}_high"])
-
-
 def count(n):
     """1234567 -> 1.23M"""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
