@@ -77,7 +77,8 @@ class Config:
     activation_checkpointing: str = opt("none", FREE, "block recomputes each block in backward: less memory, a third more "
                                                       "compute", ("none", "block"))
     # -- batch
-    micro_batch_size: int = opt(8, FREE, "sequences in one forward pass: what fits into memory and is fast", valid=AT_LEAST_1)
+    micro_batch_size: int = opt(8, FREE, "sequences in one forward pass: what fits into memory and is fast; less, and said so, "
+                                         "where batches would not be whole on several devices", valid=AT_LEAST_1)
     batch_size: int = opt(32, BRANCH, "sequences in one optimizer step (the last, if scheduled); a multiple of "
                                       "micro_batch_size x processes", valid=AT_LEAST_1)
     batch_schedule: str = opt("linear", BRANCH, "linear: from batch_size_start to batch_size over the run, as in the paper; "

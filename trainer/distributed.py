@@ -358,7 +358,7 @@ def report(error, ranks=None):
     leave(2)
 
 
-def exchange(watch, rank, mine, seconds=5):
+def exchange(watch, rank, mine, seconds=10):
     """What the ranks leave with, as far as known within some seconds: {rank: message}."""
     found = {}
     try:
