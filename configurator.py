@@ -29,99 +29,123 @@ class ConfigError(Exception):
     """One line for the user: which key, which value, what to do about it."""
 
 
-def opt(default, why, choices=None):
-    return field(default=default, metadata={"why": why, "choices": choices})
+# whether a key may change in the life of a run. A branch may change the batch, the learning rate and what goes with them
+FIXED, BRANCH, FREE = CHANGES = ("fixed", "branch", "free")
+CHANGE_WORDS = {FIXED: "", BRANCH: "(may change on a branch)", FREE: "(may change on resume)"}
+
+# (test, what it asks for)
+AT_LEAST_1 = (lambda v: v >= 1, "must be at least 1")
+NOT_NEGATIVE = (lambda v: v >= 0, "must not be negative")
+ABOVE_0 = (lambda v: v > 0, "must be above 0")
+BELOW_1 = (lambda v: 0 <= v < 1, "must be at least 0 and below 1")
+NOT_EMPTY = (bool, "must name a folder")
+
+
+def opt(default, change, why, choices=None, valid=None):
+    """A key: FIXED, BRANCH or FREE; the reason for its default; its values, as a list or as a test."""
+    return field(default=default, metadata={"change": change, "why": why, "choices": choices, "valid": valid})
 
 
 @dataclass
 class Config:
     # -- run
-    out_dir: str = opt("out/quickstart", "run folder: config.json, log.jsonl, ckpt.pt, report.png")
-    dataset: str = opt("stdlib", "folder under data/ (or a path) with train.bin, val.bin, meta.json; "
-                                 "stdlib is embedded and prepares itself")
-    seed: int = opt(0, "weights, dropout and data order all follow from it")
-    device: str = opt("auto", "cuda if there is one, then mps, then cpu", ("auto", "cpu", "cuda", "mps"))
-    dtype: str = opt("auto", "bfloat16 autocast where the device is fast at it, else float32; "
-                             "float16 trains with loss scaling", ("auto", "float32", "bfloat16", "float16"))
-    tf32: bool = opt(False, "cuda: float32 matrix products in TF32, faster, with 10 bits of mantissa")
-    compile: str = opt("auto", "torch.compile on cuda; on a CPU it brought nothing", ("auto", "True", "False"))
-    parallel: str = opt("ddp", "with several processes (torchrun): ddp holds everything on each, fsdp shards weights, "
-                               "gradients and optimizer over them (FSDP2), for models that do not fit", ("ddp", "fsdp"))
+    out_dir: str = opt("out/quickstart", FREE, "run folder: config.json, log.jsonl, ckpt.pt, report.png", valid=NOT_EMPTY)
+    dataset: str = opt("stdlib", FIXED, "folder under data/ (or a path) with train.bin, val.bin, meta.json; stdlib is "
+                                        "embedded and prepares itself")
+    seed: int = opt(0, BRANCH, "weights, dropout and data order all follow from it", valid=NOT_NEGATIVE)
+    device: str = opt("auto", FREE, "cuda if there is one, then mps, then cpu", ("auto", "cpu", "cuda", "mps"))
+    dtype: str = opt("auto", FIXED, "bfloat16 autocast where the device is fast at it, else float32; float16 trains with loss "
+                                    "scaling", ("auto", "float32", "bfloat16", "float16"))
+    tf32: bool = opt(False, FIXED, "cuda: float32 matrix products in TF32, faster, with 10 bits of mantissa")
+    compile: str = opt("auto", FREE, "torch.compile on cuda; on a CPU it brought nothing", ("auto", "True", "False"))
+    parallel: str = opt("ddp", FREE, "with several processes (torchrun): ddp holds everything on each, fsdp shards weights, "
+                                     "gradients and optimizer over them (FSDP2), for models that do not fit", ("ddp", "fsdp"))
     # -- model
-    n_layer: int = opt(4, "blocks; this size trains to readable code in minutes on a laptop")
-    n_head: int = opt(4, "attention heads per block")
-    n_embd: int = opt(128, "width; a multiple of n_head")
-    block_size: int = opt(128, "context in tokens; one example of a batch is one window of this length")
-    bias: bool = opt(True, "biases in linears and norms, as in GPT-2 and the paper")
-    dropout: float = opt(0.0, "0 for pretraining; 0.1 and more when a small corpus is seen many times")
-    norm: str = opt("layernorm", "rmsnorm has no bias and no mean; both give per-example norms",
+    n_layer: int = opt(4, FIXED, "blocks; this size trains to readable code in minutes on a laptop", valid=AT_LEAST_1)
+    n_head: int = opt(4, FIXED, "attention heads per block", valid=AT_LEAST_1)
+    n_embd: int = opt(128, FIXED, "width; a multiple of n_head", valid=AT_LEAST_1)
+    block_size: int = opt(128, FIXED, "context in tokens; one example of a batch is one window of this length",
+                          valid=AT_LEAST_1)
+    bias: bool = opt(True, FIXED, "biases in linears and norms, as in GPT-2 and the paper")
+    dropout: float = opt(0.0, FIXED, "0 for pretraining; 0.1 and more when a small corpus is seen many times", valid=BELOW_1)
+    norm: str = opt("layernorm", FIXED, "rmsnorm has no bias and no mean; both give per-example norms",
                     ("layernorm", "rmsnorm"))
-    tie_weights: bool = opt(True, "one matrix for token embedding and head, as in GPT-2")
-    cos_attn: tuple = opt((), "blocks with cosine attention, e.g. (1,): bounds the logits where bf16 diverges")
-    spectral_qkv: tuple = opt((), "blocks whose QKV matrix is divided by its spectral norm: the other cure")
-    cpu_float_attention: int = opt(256, "sequences up to this length attend in float32 on a CPU even in bf16: there it is "
-                                        "faster; 0 = never")
-    activation_checkpointing: str = opt("none", "block recomputes each block in backward: less memory, a third more "
-                                                "compute", ("none", "block"))
+    tie_weights: bool = opt(True, FIXED, "one matrix for token embedding and head, as in GPT-2")
+    cos_attn: tuple = opt((), FIXED, "blocks with cosine attention, e.g. (1,): bounds the logits where bf16 diverges")
+    spectral_qkv: tuple = opt((), FIXED, "blocks whose QKV matrix is divided by its spectral norm: the other cure")
+    cpu_float_attention: int = opt(256, FIXED, "sequences up to this length attend in float32 on a CPU even in bf16: there it "
+                                               "is faster; 0 = never")
+    activation_checkpointing: str = opt("none", FREE, "block recomputes each block in backward: less memory, a third more "
+                                                      "compute", ("none", "block"))
     # -- batch
-    micro_batch_size: int = opt(8, "sequences in one forward pass: what fits into memory and is fast")
-    batch_size: int = opt(32, "sequences in one optimizer step (the last, if scheduled); a multiple of micro_batch_size "
-                              "x processes")
-    batch_schedule: str = opt("linear", "linear: from batch_size_start to batch_size over the run, as in the paper; gns: "
-                                        "follows the noise scale between the two", schedule.KINDS)
-    batch_size_start: int = opt(8, "first batch of linear, smallest of gns")
-    batch_steps: str = opt("", "for steps: tokens:batch, e.g. 0:32, 50M:64, 200M:128 (k, M, B for thousands to billions)")
-    batch_file: str = opt("", "for file: a text file with lines of tokens and batch, straight lines between them; edit it "
-                              "while the run goes on")
-    batch_gns_factor: float = opt(1.0, "for gns: batch over noise scale; 1 balances tokens and steps, less reads fewer tokens "
-                                       "in more steps, more the other way round")
-    batch_gns_margin: float = opt(0.1, "for gns: the interval must clear the batch by this share before it moves")
-    batch_gns_dwell_tokens: int = opt(0, "for gns: at least so many tokens between moves; 0 = gns_half_life_tokens, when half "
-                                         "of the average is new")
-    batch_shrink: bool = opt(False, "for gns: may the batch also shrink; off because the noise scale grows in most runs")
+    micro_batch_size: int = opt(8, FREE, "sequences in one forward pass: what fits into memory and is fast; less, and said so, "
+                                         "where batches would not be whole on several devices", valid=AT_LEAST_1)
+    batch_size: int = opt(32, BRANCH, "sequences in one optimizer step (the last, if scheduled); a multiple of "
+                                      "micro_batch_size x processes", valid=AT_LEAST_1)
+    batch_schedule: str = opt("linear", BRANCH, "linear: from batch_size_start to batch_size over the run, as in the paper; "
+                                                "gns: follows the noise scale between the two", schedule.KINDS)
+    batch_size_start: int = opt(8, BRANCH, "first batch of linear, smallest of gns", valid=AT_LEAST_1)
+    batch_steps: str = opt("", BRANCH, "for steps: tokens:batch, e.g. 0:32, 50M:64, 200M:128 (k, M, B for thousands to "
+                                       "billions)")
+    batch_file: str = opt("", BRANCH, "for file: a text file with lines of tokens and batch, straight lines between them; "
+                                      "edit it while the run goes on")
+    batch_gns_factor: float = opt(1.0, BRANCH, "for gns: batch over noise scale; 1 balances tokens and steps, less reads "
+                                               "fewer tokens in more steps, more the other way round", valid=ABOVE_0)
+    batch_gns_margin: float = opt(0.1, BRANCH, "for gns: the interval must clear the batch by this share before it moves",
+                                  valid=NOT_NEGATIVE)
+    batch_gns_dwell_tokens: int = opt(0, BRANCH, "for gns: at least so many tokens between moves; 0 = gns_half_life_tokens, "
+                                                 "when half of the average is new", valid=NOT_NEGATIVE)
+    batch_shrink: bool = opt(False, BRANCH, "for gns: may the batch also shrink; off because the noise scale grows in most "
+                                            "runs")
     # -- optimisation; everything is counted in tokens, since steps change size
-    optimizer: str = opt("adamw", "muon: Muon for the blocks' matrices, AdamW for the rest", tuple(OPTIMIZERS))
-    max_tokens: int = opt(2_500_000, "the end of the run: about two minutes on two CPU cores")
-    warmup_tokens: int = opt(125_000, "linear from 0; 5% is ample at this size")
-    decay_tokens: int = opt(0, "where the learning rate reaches min_lr; 0 = max_tokens")
-    learning_rate: float = opt(2e-3, "peak; small models like more than the usual 3e-4")
-    min_lr: float = opt(2e-4, "a tenth of the peak, as in the paper; 0 decays to zero")
-    lr_decay: str = opt("linear", "shape after the warm-up", ("linear", "cosine", "none"))
-    lr_scaling: str = opt("none", "learning rate times sqrt(k) (Adam) or k (SGD) for a batch k times the reference; none is "
-                                  "what the paper does", ("none", "sqrt", "linear"))
-    lr_reference_batch: int = opt(0, "the batch for which learning_rate, beta2 and weight_decay are meant; 0 = batch_size")
-    weight_decay: float = opt(0.1, "on matrices only; vectors (norms, biases) are not decayed")
-    beta1: float = opt(0.9, "AdamW's first moment")
-    beta2: float = opt(0.95, "AdamW's second moment; shorter than 0.999 because batches are large")
-    beta2_scaling: str = opt("none", "tokens holds beta2's half-life in tokens, beta2^k at k times the reference batch",
+    optimizer: str = opt("adamw", FIXED, "muon: Muon for the blocks' matrices, AdamW for the rest", tuple(OPTIMIZERS))
+    max_tokens: int = opt(2_500_000, BRANCH, "the end of the run: about two minutes on two CPU cores", valid=AT_LEAST_1)
+    warmup_tokens: int = opt(125_000, BRANCH, "linear from 0; 5% is ample at this size", valid=NOT_NEGATIVE)
+    decay_tokens: int = opt(0, BRANCH, "where the learning rate reaches min_lr; 0 = max_tokens", valid=NOT_NEGATIVE)
+    learning_rate: float = opt(2e-3, BRANCH, "peak; small models like more than the usual 3e-4", valid=NOT_NEGATIVE)
+    min_lr: float = opt(2e-4, BRANCH, "a tenth of the peak, as in the paper; 0 decays to zero", valid=NOT_NEGATIVE)
+    lr_decay: str = opt("linear", BRANCH, "shape after the warm-up", tuple(schedule.DECAYS))
+    lr_scaling: str = opt("none", BRANCH, "learning rate times sqrt(k) (Adam) or k (SGD) for a batch k times the reference; "
+                                          "none is what the paper does", tuple(schedule.LR_FACTORS))
+    lr_reference_batch: int = opt(0, BRANCH, "the batch for which learning_rate, beta2 and weight_decay are meant; 0 = "
+                                             "batch_size", valid=NOT_NEGATIVE)
+    weight_decay: float = opt(0.1, BRANCH, "on matrices only; vectors (norms, biases) are not decayed", valid=NOT_NEGATIVE)
+    beta1: float = opt(0.9, FIXED, "AdamW's first moment", valid=BELOW_1)
+    beta2: float = opt(0.95, BRANCH, "AdamW's second moment; shorter than 0.999 because batches are large", valid=BELOW_1)
+    beta2_scaling: str = opt("none", BRANCH, "tokens holds beta2's half-life in tokens, beta2^k at k times the reference batch",
                              ("none", "tokens"))
-    weight_decay_scaling: str = opt("none", "tokens holds the time, in tokens, over which weights decay: weight_decay times k "
-                                            "over the learning rate's factor", ("none", "tokens"))
-    grad_clip: float = opt(1.0, "largest gradient norm; 0 turns clipping off, the norm is logged either way")
+    weight_decay_scaling: str = opt("none", BRANCH, "tokens holds the time, in tokens, over which weights decay: weight_decay "
+                                                    "times k over the learning rate's factor", ("none", "tokens"))
+    grad_clip: float = opt(1.0, FIXED, "largest gradient norm; 0 turns clipping off, the norm is logged either way",
+                           valid=NOT_NEGATIVE)
     # -- noise scale
-    gns: str = opt("norm", "norm: from the norm layers, nearly free; exact: every parameter, layer by layer, slower",
+    gns: str = opt("norm", FIXED, "norm: from the norm layers, nearly free; exact: every parameter, layer by layer, slower",
                    ("off", "norm", "exact"))
-    gns_half_life_tokens: int = opt(250_000, "averages forget half in so many tokens (or a fifth of those seen, if less): "
-                                             "longer is steadier, later")
-    gns_calibrate_tokens: int = opt(25_000, "one exact step in so many tokens measures the factor from the norm layers' "
-                                            "noise scale to the whole model's; 0 = never")
-    gns_adam: bool = opt(True, "also the noise scale in the metric that Adam steps in (each coordinate over sqrt(v))")
-    gns_crosscheck: bool = opt(False, "also the classical estimate, micro-batch gradients against the whole: noisier, "
-                                      "and it holds a second copy of the gradient")
-    grad_stats: bool = opt(False, "at logged steps also the gradient's coherence, Adam's signal to noise and the size of the "
-                                  "update (grad_stats.py); changes no bit of the training, holds two to three more gradients")
+    gns_half_life_tokens: int = opt(250_000, FIXED, "averages forget half in so many tokens (or a fifth of those seen, if "
+                                                    "less): longer is steadier, later", valid=AT_LEAST_1)
+    gns_calibrate_tokens: int = opt(25_000, FIXED, "one exact step in so many tokens measures the factor from the norm "
+                                                   "layers' noise scale to the whole model's; 0 = never", valid=NOT_NEGATIVE)
+    gns_adam: bool = opt(True, FIXED, "also the noise scale in the metric that Adam steps in (each coordinate over sqrt(v))")
+    gns_crosscheck: bool = opt(False, FIXED, "also the classical estimate, micro-batch gradients against the whole: noisier, "
+                                             "and it holds a second copy of the gradient")
+    grad_stats: bool = opt(False, FREE, "at logged steps also the gradient's coherence, Adam's signal to noise and the size "
+                                        "of the update (grad_stats.py); changes no bit of the training, holds two to three "
+                                        "more gradients")
     # -- evaluation, log, checkpoint
-    eval_tokens: int = opt(250_000, "evaluate every so many tokens; 0 = only at the end")
-    eval_iters: int = opt(64, "validation windows per evaluation: a fixed, evenly spaced set, the same for every run")
-    log_interval: int = opt(10, "steps between log lines; values wait on the device until then")
-    checkpoint_tokens: int = opt(1_000_000, "save every so many tokens (and at the end, on Ctrl-C and on SIGTERM)")
-    stop_tokens: int = opt(0, "leave here with a checkpoint, so that --resume=True can go on; 0 = at max_tokens")
-    branch_from: str = opt("", "a run folder: start from its checkpoint, with another batch or learning rate")
-    resume: str = opt("False", "True continues out_dir from its checkpoint; auto does if there is one",
+    eval_tokens: int = opt(250_000, FREE, "evaluate every so many tokens; 0 = only at the end", valid=NOT_NEGATIVE)
+    eval_iters: int = opt(64, FREE, "validation windows per evaluation: a fixed, evenly spaced set, the same for every run",
+                          valid=AT_LEAST_1)
+    log_interval: int = opt(10, FREE, "steps between log lines; values wait on the device until then", valid=AT_LEAST_1)
+    checkpoint_tokens: int = opt(1_000_000, FREE, "save every so many tokens (and at the end, on Ctrl-C and on SIGTERM)",
+                                 valid=NOT_NEGATIVE)
+    stop_tokens: int = opt(0, FREE, "leave here with a checkpoint, so that --resume=True can go on; 0 = at max_tokens",
+                           valid=NOT_NEGATIVE)
+    branch_from: str = opt("", FREE, "a run folder: start from its checkpoint, with another batch or learning rate")
+    resume: str = opt("False", FREE, "True continues out_dir from its checkpoint; auto does if there is one",
                       ("False", "True", "auto"))
-    wandb_log: bool = opt(False, "also log to wandb; offline, without asking, where there is no key")
-    wandb_project: str = opt("rightbatch", "wandb's project")
-    wandb_run_name: str = opt("", "wandb's run name; empty = the last part of out_dir")
+    wandb_log: bool = opt(False, FREE, "also log to wandb; offline, without asking, where there is no key")
+    wandb_project: str = opt("rightbatch", FREE, "wandb's project")
+    wandb_run_name: str = opt("", FREE, "wandb's run name; empty = the last part of out_dir")
 
     def end_tokens(self):
         """Where this process leaves."""
@@ -208,12 +232,12 @@ def _config_files():
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
-def parse(argv):
-    """The checked Config of a command line: [config_file] [--key=value ...]."""
+def parse(argv, processes=1):
+    """The checked Config of a command line: [config_file] [--key=value ...], for a run of so many processes."""
     files = [a for a in argv if not a.startswith("--")]
     if len(files) > 1:
         raise ConfigError(f"one config file at most, got {' '.join(files)} (options are --key=value)")
-    values = read_file(files[0] if files else DEFAULT_FILE)
+    values, typed = read_file(files[0] if files else DEFAULT_FILE), set()
     for arg in argv:
         if not arg.startswith("--"):
             continue
@@ -229,61 +253,95 @@ def parse(argv):
             except (ValueError, SyntaxError):
                 value = text  # coerce says what was expected
         values[name] = coerce(name, value, "command line")
+        typed.add(name)
     config = Config(**values)
-    check(config)
+    check_values(config)
+    config, note = fit(config, processes, typed)
+    check_batches(config, processes)
+    if note and os.environ.get("RANK", "0") == "0":
+        print(note, flush=True)
     return config
 
 
-def check(c):
+def fit(c, processes, typed):
+    """(config, words for the user or None): settings whose batches come out whole on so many processes. The batches are what
+    is computed, the micro-batch only how, so it is the micro-batch that gives way: a run is the same on one device and on
+    eight. Only a first batch too small to be shared is rounded up. What was typed is taken as it is."""
+    kind, new = schedule.kind(c), {}
+    quantum, chosen = c.micro_batch_size * processes, "micro_batch_size" in typed
+    if processes == 1:
+        return c, None
+    if "batch_size_start" in kind.keys and "batch_size_start" not in typed:
+        unit = quantum if chosen else processes
+        new["batch_size_start"] = -(-c.batch_size_start // unit) * unit
+    sizes = said(lambda: kind.sizes(dataclasses.replace(c, **new)))
+    share = math.gcd(*(size // processes for size in sizes if size % processes == 0))  # the check names the other ones
+    if share and not chosen:
+        new["micro_batch_size"] = max(m for m in range(1, c.micro_batch_size + 1) if share % m == 0)
+    new = {key: value for key, value in new.items() if value != getattr(c, key)}
+    if not new:
+        return c, None
+    taken = " and ".join(f"{key}={getattr(c, key)} is taken as {value}" for key, value in new.items())
+    words = f"{taken}: batches of {', '.join(map(str, sorted(set(sizes))))} are then whole on {processes} processes"
+    if "micro_batch_size" in new and kind.keys:
+        larger = " ".join(f"--{key}={schedule.to_quanta(getattr(c, key), quantum)}" for key in kind.keys)
+        words += f"; {larger} would keep micro_batch_size={c.micro_batch_size}"
+    return dataclasses.replace(c, **new), words
+
+
+def check(c, processes=1):
     """What can be known to be impossible before any file is touched."""
+    check_values(c)
+    check_batches(c, processes)
+
+
+def check_values(c):
     def need(ok, name, expected):
         if not ok:
             raise ConfigError(f"{name}={getattr(c, name)!r}: {expected}")
 
-    for name in ("n_layer", "n_head", "n_embd", "block_size", "micro_batch_size", "batch_size", "batch_size_start",
-                 "max_tokens", "gns_half_life_tokens", "log_interval", "eval_iters"):
-        need(getattr(c, name) >= 1, name, "must be at least 1")
-    for name in ("warmup_tokens", "decay_tokens", "gns_calibrate_tokens", "eval_tokens", "checkpoint_tokens",
-                 "learning_rate", "min_lr", "weight_decay", "grad_clip", "seed", "batch_gns_margin",
-                 "batch_gns_dwell_tokens", "lr_reference_batch", "stop_tokens"):
-        need(getattr(c, name) >= 0, name, "must not be negative")
-    need(bool(c.out_dir), "out_dir", "must name a folder")
+    for name, f in FIELDS.items():
+        if f.metadata["valid"]:
+            test, expected = f.metadata["valid"]
+            need(test(getattr(c, name)), name, expected)
     need(c.n_embd % c.n_head == 0, "n_embd", f"must be divisible by n_head={c.n_head}: heads share the width evenly")
-    need(0 <= c.dropout < 1, "dropout", "must be at least 0 and below 1")
-    for name in ("beta1", "beta2"):
-        need(0 <= getattr(c, name) < 1, name, "must be at least 0 and below 1")
     need(c.min_lr <= c.learning_rate, "min_lr", f"must not exceed learning_rate={c.learning_rate}")
     need(c.warmup_tokens <= c.max_tokens, "warmup_tokens", f"is longer than the run, max_tokens={c.max_tokens}")
     need(c.decay_tokens == 0 or c.decay_tokens >= c.warmup_tokens, "decay_tokens",
          f"must not end before warmup_tokens={c.warmup_tokens} (0 = max_tokens)")
     for name in ("cos_attn", "spectral_qkv"):
         need(all(0 <= i < c.n_layer for i in getattr(c, name)), name, f"blocks are numbered 0 to {c.n_layer - 1}")
-    sizes = {"constant": ["batch_size"], "steps": [], "file": []}.get(c.batch_schedule, ["batch_size", "batch_size_start"])
-    for name in sizes:
-        value, micro = getattr(c, name), c.micro_batch_size
-        need(value >= micro, name, f"is smaller than micro_batch_size={micro}: raise it or lower micro_batch_size")
-        need(value % micro == 0, name, f"is not a multiple of micro_batch_size={micro}: "
-                                       f"take {value // micro * micro} or {(value // micro + 1) * micro}")
-    need(c.batch_schedule not in ("linear", "gns") or c.batch_size_start <= c.batch_size, "batch_size_start",
-         f"must not exceed batch_size={c.batch_size}, which the schedule ends with")
-    if c.batch_schedule == "steps":
-        try:
-            schedule.parse_steps(c.batch_steps, c.micro_batch_size)
-        except ValueError as e:
-            need(False, "batch_steps", str(e))
-    need(c.batch_schedule != "file" or c.batch_file, "batch_file", "batch_schedule=file needs the path of one")
-    need(c.batch_gns_factor > 0, "batch_gns_factor", "must be above 0")
-    need(c.batch_schedule != "gns" or c.gns != "off", "gns", "batch_schedule=gns needs a noise scale: norm or exact")
-    need(c.batch_schedule != "gns" or c.batch_size_start >= 2, "batch_size_start",
-         "batch_schedule=gns needs at least 2: a step of one example has no noise scale")
+
+
+def check_batches(c, processes):
+    said(lambda: schedule.kind(c).check(c, c.micro_batch_size * processes))
+
+
+def batch_schedule(c, quantum, saved=None):
+    """The schedule of a run."""
+    return said(lambda: schedule.build(c, quantum, saved))
+
+
+def said(function):
+    """function(); what it finds wrong is the user's one line."""
+    try:
+        return function()
+    except ValueError as e:
+        raise ConfigError(str(e)) from None
+
+
+def free_keys(branch=False):
+    """Keys that a resume may change, or a branch: where and how a run is computed and watched, not what is computed."""
+    return {name for name, f in FIELDS.items() if f.metadata["change"] == FREE or branch and f.metadata["change"] == BRANCH}
 
 
 def help_text():
-    lines = [__doc__.strip(), "", "Keys:"]
+    lines = [__doc__.strip(), "", "Keys. A run keeps each value for good, unless it says otherwise:"]
     for name, f in FIELDS.items():
         default = f"{f.default!r}"
         choices = f" [{' | '.join(f.metadata['choices'])}]" if f.metadata["choices"] else ""
-        lines.append(f"  --{name}={default}{choices}\n        {f.metadata['why']}")
+        change = CHANGE_WORDS[f.metadata["change"]]
+        lines.append(f"  --{name}={default}{choices} {change}".rstrip() + f"\n        {f.metadata['why']}")
     return "\n".join(lines)
 
 

@@ -8,7 +8,11 @@ Batches are in sequences and come in whole quanta (micro-batch x processes), so 
     file       batch_file: lines of tokens and batch, straight lines between them, read again when the file changes
     gns        Controller: follows the noise scale
 
-What has a memory (Controller, BatchFile) keeps it in a state_dict; a decision is a function of that and of its
+    plan = schedule.build(config, quantum)     # ValueError says what is wrong, by key, value and remedy
+    plan.at(tokens)                            # the batch of the step that starts there
+
+One class each, below; a schedule of your own is one more class, its name in SCHEDULES and its keys in configurator.Config.
+What has a memory (Controller, File) keeps it in a state_dict; a decision is a function of that and of its
 arguments alone, so it comes out the same on every process and after a resume.
 """
 
@@ -16,17 +20,317 @@ import math
 import os
 from decimal import Decimal, InvalidOperation
 
-KINDS = ("constant", "linear", "steps", "file", "gns")
 SUFFIXES = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 
-def batch_size_at(tokens, config, quantum):
-    """The effective batch of the step that starts at `tokens`, a multiple of `quantum`, exact at both ends."""
-    if config.batch_schedule == "constant":
-        return config.batch_size
-    if config.batch_schedule == "steps":
-        return [batch for start, batch in parse_steps(config.batch_steps, quantum) if start <= tokens][-1]
-    return interpolate([(0, config.batch_size_start), (config.max_tokens, config.batch_size)], tokens, quantum)
+class Schedule:
+    """What the trainer, the planner and the checks ask. Of the class, before there is a run: keys, fixed, measured, sizes and
+    check. Of a schedule in a run: the rest, and at(tokens), which each class has: the effective batch of the step that starts
+    there, a multiple of the quantum."""
+
+    keys = ("batch_size",)  # config keys that hold a batch, so a multiple of the quantum
+    fixed = ()  # keys that a resume may change in general, but not with this schedule
+    measured = False  # batches follow from what the run measures: nobody knows them beforehand
+    polls = False  # poll() is worth a call before each step
+
+    def __init__(self, config, quantum):
+        self.config, self.quantum = config, quantum
+
+    @classmethod
+    def sizes(cls, config):
+        """Batches that the config gives, the largest among them; empty where they are not in the config."""
+        return [getattr(config, key) for key in cls.keys]
+
+    @classmethod
+    def check(cls, config, quantum):
+        """ValueError where batches cannot be had in this quantum, or the schedule's keys contradict each other."""
+        for key in cls.keys:
+            whole(key, getattr(config, key), config.micro_batch_size, quantum)
+
+    def start(self):
+        """Called once, at the start of a run that has no saved state."""
+
+    def poll(self):
+        """News from outside, or None. With several processes one polls and all accept what it found."""
+
+    def accept(self, news):
+        """Take what poll() gave. Returns words for the log, or None."""
+
+    def observe(self, tokens, noise):
+        """Look at the noise scale, (value, low, high) or None, after `tokens`. Returns words for the log, or None."""
+
+    def walk(self, end, block_size):
+        """(steps, tokens, smallest and largest batch) of a run to `end` tokens."""
+        tokens, count, sizes = 0, 0, set()
+        while tokens < end:
+            B = self.at(tokens)
+            sizes.add(B)
+            tokens += B * block_size
+            count += 1
+        return count, tokens, (min(sizes), max(sizes))
+
+    def state_dict(self):
+        return {}
+
+    def load(self, state):
+        """The state of a checkpoint."""
+
+
+class Constant(Schedule):
+    def at(self, tokens):
+        return self.config.batch_size
+
+    def walk(self, end, block_size):
+        return all_of(self.config.batch_size, end, block_size, smallest=self.config.batch_size)
+
+
+class Between(Schedule):
+    """Those that move from batch_size_start to batch_size."""
+
+    keys = ("batch_size", "batch_size_start")
+
+    @classmethod
+    def check(cls, config, quantum):
+        super().check(config, quantum)
+        if config.batch_size_start > config.batch_size:
+            raise ValueError(f"batch_size_start={config.batch_size_start}: must not exceed batch_size={config.batch_size}, "
+                             "which the schedule ends with")
+
+
+class Linear(Between):
+    def at(self, tokens):
+        c = self.config
+        return interpolate([(0, c.batch_size_start), (c.max_tokens, c.batch_size)], tokens, self.quantum)
+
+
+class Steps(Schedule):
+    keys = ()
+
+    def __init__(self, config, quantum):
+        super().__init__(config, quantum)
+        self.points = self.check(config, quantum)
+
+    @classmethod
+    def sizes(cls, config):
+        return [batch for _, batch in cls.check(config, 1)]
+
+    @classmethod
+    def check(cls, config, quantum):
+        try:
+            return parse_steps(config.batch_steps, quantum)
+        except ValueError as e:
+            raise ValueError(f"batch_steps={config.batch_steps!r}: {e}") from None
+
+    def at(self, tokens):
+        return [batch for start, batch in self.points if start <= tokens][-1]
+
+
+class File(Schedule):
+    """The schedule in a text file that its owner may edit while the run goes on. It is never written by us. The text in
+    force is part of the state: a resumed run starts from it and then looks at the file again."""
+
+    keys = ()
+    polls = True
+
+    def __init__(self, config, quantum):
+        super().__init__(config, quantum)
+        self.path = config.batch_file
+        self.text = self.points = None  # in force
+        self.seen = None  # the newest text looked at, good or bad
+        self.signature = None  # of the file when it was last read
+
+    @classmethod
+    def check(cls, config, quantum):
+        """The batches are checked when the file is read."""
+        if not config.batch_file:
+            raise ValueError("batch_file='': batch_schedule=file needs the path of one")
+
+    def start(self):
+        try:
+            self.accept(self.poll())
+        except ValueError as e:
+            raise ValueError(f"batch_file={self.path!r}: {e}") from None
+
+    def at(self, tokens):
+        return interpolate(self.points, tokens, self.quantum)
+
+    def poll(self):
+        """The file's text if it changed since the last look, else None; one stat call. '' stands for no readable file."""
+        try:
+            info = os.stat(self.path)
+            signature = (info.st_mtime_ns, info.st_size)
+            if signature == self.signature:
+                return None
+            with open(self.path, encoding="utf-8") as f:
+                text = f.read()
+        except (OSError, UnicodeDecodeError):
+            signature, text = None, ""
+        self.signature = signature
+        return text if text != self.seen else None
+
+    def accept(self, news):
+        """A bad text leaves the last good one in force; ValueError where there is no good one yet."""
+        if news is None:
+            return None
+        self.seen = news
+        if news == self.text:
+            return f"batch_file {self.path} is again what is in force"
+        try:
+            if not news:
+                raise ValueError("it is missing, empty or not readable as text")
+            points = parse_file(news, self.quantum)
+        except ValueError as e:
+            if self.text is None:
+                raise
+            return f"batch_file {self.path}: {e}; the last good one stays in force"
+        first = self.text is None
+        self.text, self.points = news, points
+        return f"batch_file {self.path} {'read' if first else 'changed'}: " + ", ".join(f"{t}:{b}" for t, b in points)
+
+    def state_dict(self):
+        return {"text": self.text, "seen": self.seen}
+
+    def load(self, state):
+        self.text, self.seen, self.signature = state["text"], state["seen"], None
+        try:
+            self.points = parse_file(self.text, self.quantum)
+        except ValueError as e:
+            raise ValueError(f"batch_file={self.path!r}, as the checkpoint has it: {e}") from None
+
+
+class Controller(Between):
+    """The batch that the noise scale asks for, with a safe hand.
+
+    target = batch_gns_factor x noise scale, within [batch_size_start, batch_size]. At factor 1 the batch is the noise
+    scale: twice the fewest possible tokens, in twice the fewest possible steps (McCandlish et al. 2018). It grows
+    only if factor x the lower end of the 95% interval is above the batch by the margin, to at most twice the batch, and
+    not before the dwell is over; it shrinks only if allowed, by the same rule mirrored, and each change of direction
+    doubles the dwell before the next one: errors of the estimate cannot keep it swinging. Undetermined means hold.
+    """
+
+    fixed = ("log_interval",)  # it decides at logged steps
+    measured = True
+
+    def __init__(self, config, quantum):
+        super().__init__(config, quantum)
+        self.smallest, self.largest = config.batch_size_start, config.batch_size
+        self.factor, self.margin, self.shrink = config.batch_gns_factor, config.batch_gns_margin, config.batch_shrink
+        self.dwell = config.batch_gns_dwell_tokens or config.gns_half_life_tokens
+        self.batch, self.moved_tokens, self.reason = self.smallest, 0, ""
+        self.direction, self.turns = 1, 0  # of the last move; how often it changed
+
+    @classmethod
+    def check(cls, config, quantum):
+        super().check(config, quantum)
+        if config.gns == "off":
+            raise ValueError("gns='off': batch_schedule=gns needs a noise scale: norm or exact")
+        if config.batch_size_start < 2:
+            raise ValueError(f"batch_size_start={config.batch_size_start}: batch_schedule=gns needs at least 2: a step of one "
+                             "example has no noise scale")
+
+    def at(self, tokens):
+        return self.batch
+
+    def walk(self, end, block_size):
+        """The fewest steps there can be, all of the largest batch."""
+        return all_of(self.largest, end, block_size, smallest=self.smallest)
+
+    def observe(self, tokens, noise):
+        """Words of every move, and of a refusal when its reason is another than the last time; else None."""
+        batch, reason, words = self.judge(tokens, noise)
+        if batch != self.batch:
+            text = f"batch {self.batch} -> {batch}: {words}"
+            direction = 1 if batch > self.batch else -1
+            self.turns += direction != self.direction
+            self.direction = direction
+            self.batch, self.moved_tokens, self.reason = batch, tokens, "dwell"
+            return text
+        if reason == self.reason:
+            return None
+        self.reason = reason
+        return f"batch held at {batch}: {words}"
+
+    def judge(self, tokens, noise):
+        """(batch, kind of refusal or '', words)"""
+        batch = self.batch
+        if batch == self.largest and not self.shrink:
+            return batch, "limit", f"it has reached batch_size={self.largest}"
+        if tokens - self.moved_tokens < self.dwell:
+            return batch, "dwell", f"no move before {self.moved_tokens + self.dwell:,} tokens (batch_gns_dwell_tokens)"
+        if noise is None or not all(map(math.isfinite, noise)):
+            return batch, "undetermined", "the noise scale is undetermined"
+        value, low, high = (self.factor * v for v in noise)
+        says = "noise scale {:.4g} [{:.4g}, {:.4g}]".format(*noise) + (f" x {self.factor:g}" if self.factor != 1 else "")
+        wanted = 1 if low > batch * (1 + self.margin) else -1 if high < batch / (1 + self.margin) else 0
+        turned = self.moved_tokens + self.dwell * 2 ** (self.turns + 1)
+        if self.shrink and wanted == -self.direction and tokens < turned:
+            return batch, "turn", f"{says} asks for the other direction, which waits until {turned:,} tokens"
+        if wanted > 0:
+            new = min(to_quanta(value, self.quantum), 2 * batch, self.largest)
+            if batch == self.largest:
+                return batch, "limit", f"{says} asks for more than batch_size={self.largest}"
+            if new > batch:
+                return new, "", f"{says}, its lower end is above the batch by more than {self.margin:.0%}"
+            return batch, "quantum", f"{says} asks for less than {self.quantum} more, the smallest step there is"
+        if wanted < 0:
+            if not self.shrink:
+                return batch, "no shrink", f"{says} asks for less, which batch_shrink=False rules out"
+            new = max(to_quanta(value, self.quantum), to_quanta(batch / 2, self.quantum), self.smallest)
+            if batch == self.smallest:
+                return batch, "limit", f"{says} asks for less than batch_size_start={self.smallest}"
+            if new < batch:
+                return new, "", f"{says}, its upper end is below the batch by more than {self.margin:.0%}"
+            return batch, "quantum", f"{says} asks for less than {self.quantum} fewer, the smallest step there is"
+        return batch, "margin", f"{says}, not clear of the batch by {self.margin:.0%}"
+
+    def state_dict(self):
+        return {key: getattr(self, key) for key in ("batch", "moved_tokens", "reason", "direction", "turns")}
+
+    def load(self, state):
+        vars(self).update(state)
+        self.batch = min(max(to_quanta(self.batch, self.quantum), self.smallest), self.largest)
+
+
+SCHEDULES = {"constant": Constant, "linear": Linear, "steps": Steps, "file": File, "gns": Controller}
+KINDS = tuple(SCHEDULES)
+
+
+def kind(config):
+    """The class of a config's schedule."""
+    if config.batch_schedule not in SCHEDULES:
+        raise ValueError(f"batch_schedule={config.batch_schedule!r}: has no class; there are {', '.join(SCHEDULES)}")
+    return SCHEDULES[config.batch_schedule]
+
+
+def build(config, quantum, saved=None):
+    """The schedule of a run; `saved` is its state in a checkpoint."""
+    plan = kind(config)(config, quantum)
+    if saved:
+        plan.load(saved)
+    else:
+        plan.start()
+    return plan
+
+
+def all_of(batch, end, block_size, smallest):
+    """walk() where every step has the same batch."""
+    count = -(-end // (batch * block_size))
+    return count, count * batch * block_size, (smallest, batch)
+
+
+def whole(key, batch, micro, quantum):
+    """ValueError unless a batch is whole quanta."""
+    if batch % quantum == 0:
+        return
+    below, above, processes = batch // quantum * quantum, (batch // quantum + 1) * quantum, quantum // micro
+    if processes == 1 and not below:
+        raise ValueError(f"{key}={batch}: is smaller than micro_batch_size={micro}: raise it or lower micro_batch_size")
+    near = f"take {below} or {above}" if below else f"take {above}"
+    if processes == 1:
+        raise ValueError(f"{key}={batch}: is not a multiple of micro_batch_size={micro}: {near}")
+    other = ", or another micro_batch_size" if batch % processes == 0 else ""
+    raise ValueError(f"{key}={batch}: is not a multiple of micro_batch_size={micro} x {processes} processes = {quantum}: "
+                     f"{near}{other}")
 
 
 def interpolate(points, tokens, quantum):
@@ -99,184 +403,21 @@ def checked(pairs, quantum):
     return pairs
 
 
-class BatchFile:
-    """The schedule in a text file that its owner may edit while the run goes on. It is never written by us. The text in
-    force is part of the state: a resumed run starts from it and then looks at the file again."""
-
-    def __init__(self, path, quantum):
-        self.path, self.quantum = path, quantum
-        self.text = self.points = None  # in force
-        self.seen = None  # the newest text looked at, good or bad
-        self.signature = None  # of the file when it was last read
-
-    def poll(self):
-        """The file's text if it changed since the last look, else None; one stat call. '' stands for no readable file."""
-        try:
-            info = os.stat(self.path)
-            signature = (info.st_mtime_ns, info.st_size)
-            if signature == self.signature:
-                return None
-            with open(self.path, encoding="utf-8") as f:
-                text = f.read()
-        except (OSError, UnicodeDecodeError):
-            signature, text = None, ""
-        self.signature = signature
-        return text if text != self.seen else None
-
-    def accept(self, text):
-        """Take `text` (from poll) as the schedule; a bad one leaves the last good one in force. Returns the words for the
-        log, or raises ValueError where there is no good one yet."""
-        self.seen = text
-        if text == self.text:
-            return f"batch_file {self.path} is again what is in force"
-        try:
-            if not text:
-                raise ValueError("it is missing, empty or not readable as text")
-            points = parse_file(text, self.quantum)
-        except ValueError as e:
-            if self.text is None:
-                raise
-            return f"batch_file {self.path}: {e}; the last good one stays in force"
-        first = self.text is None
-        self.text, self.points = text, points
-        return f"batch_file {self.path} {'read' if first else 'changed'}: " + ", ".join(f"{t}:{b}" for t, b in points)
-
-    def state_dict(self):
-        return {"text": self.text, "seen": self.seen}
-
-    def load_state_dict(self, state):
-        self.text, self.seen, self.signature = state["text"], state["seen"], None
-        self.points = parse_file(self.text, self.quantum)
-
-
-class Controller:
-    """The batch that the noise scale asks for, with a safe hand.
-
-    target = batch_gns_factor x noise scale, within [batch_size_start, batch_size]. At factor 1 the batch is the noise
-    scale: twice the fewest possible tokens, in twice the fewest possible steps (McCandlish et al. 2018). It grows
-    only if factor x the lower end of the 95% interval is above the batch by the margin, to at most twice the batch, and
-    not before the dwell is over; it shrinks only if allowed, by the same rule mirrored, and each change of direction
-    doubles the dwell before the next one: errors of the estimate cannot keep it swinging. Undetermined means hold.
-    """
-
-    def __init__(self, config, quantum):
-        self.smallest, self.largest, self.quantum = config.batch_size_start, config.batch_size, quantum
-        self.factor, self.margin, self.shrink = config.batch_gns_factor, config.batch_gns_margin, config.batch_shrink
-        self.dwell = config.batch_gns_dwell_tokens or config.gns_half_life_tokens
-        self.batch, self.moved_tokens, self.reason = self.smallest, 0, ""
-        self.direction, self.turns = 1, 0  # of the last move; how often it changed
-
-    def decide(self, tokens, noise):
-        """Look at `noise`, (value, low, high) or None, after `tokens`. Returns the words for the log: of every move, and
-        of a refusal when its reason is another than the last time; else None."""
-        batch, reason, words = self.judge(tokens, noise)
-        if batch != self.batch:
-            text = f"batch {self.batch} -> {batch}: {words}"
-            direction = 1 if batch > self.batch else -1
-            self.turns += direction != self.direction
-            self.direction = direction
-            self.batch, self.moved_tokens, self.reason = batch, tokens, "dwell"
-            return text
-        if reason == self.reason:
-            return None
-        self.reason = reason
-        return f"batch held at {batch}: {words}"
-
-    def judge(self, tokens, noise):
-        """(batch, kind of refusal or '', words)"""
-        batch = self.batch
-        if batch == self.largest and not self.shrink:
-            return batch, "limit", f"it has reached batch_size={self.largest}"
-        if tokens - self.moved_tokens < self.dwell:
-            return batch, "dwell", f"no move before {self.moved_tokens + self.dwell:,} tokens (batch_gns_dwell_tokens)"
-        if noise is None or not all(map(math.isfinite, noise)):
-            return batch, "undetermined", "the noise scale is undetermined"
-        value, low, high = (self.factor * v for v in noise)
-        says = "noise scale {:.4g} [{:.4g}, {:.4g}]".format(*noise) + (f" x {self.factor:g}" if self.factor != 1 else "")
-        wanted = 1 if low > batch * (1 + self.margin) else -1 if high < batch / (1 + self.margin) else 0
-        turned = self.moved_tokens + self.dwell * 2 ** (self.turns + 1)
-        if self.shrink and wanted == -self.direction and tokens < turned:
-            return batch, "turn", f"{says} asks for the other direction, which waits until {turned:,} tokens"
-        if wanted > 0:
-            new = min(to_quanta(value, self.quantum), 2 * batch, self.largest)
-            if batch == self.largest:
-                return batch, "limit", f"{says} asks for more than batch_size={self.largest}"
-            if new > batch:
-                return new, "", f"{says}, its lower end is above the batch by more than {self.margin:.0%}"
-            return batch, "quantum", f"{says} asks for less than {self.quantum} more, the smallest step there is"
-        if wanted < 0:
-            if not self.shrink:
-                return batch, "no shrink", f"{says} asks for less, which batch_shrink=False rules out"
-            new = max(to_quanta(value, self.quantum), to_quanta(batch / 2, self.quantum), self.smallest)
-            if batch == self.smallest:
-                return batch, "limit", f"{says} asks for less than batch_size_start={self.smallest}"
-            if new < batch:
-                return new, "", f"{says}, its upper end is below the batch by more than {self.margin:.0%}"
-            return batch, "quantum", f"{says} asks for less than {self.quantum} fewer, the smallest step there is"
-        return batch, "margin", f"{says}, not clear of the batch by {self.margin:.0%}"
-
-    def state_dict(self):
-        return {key: getattr(self, key) for key in ("batch", "moved_tokens", "reason", "direction", "turns")}
-
-    def load_state_dict(self, state):
-        vars(self).update(state)
-        self.batch = min(max(to_quanta(self.batch, self.quantum), self.smallest), self.largest)
-
-
-class BatchSchedule:
-    """What train.py asks: at(tokens) before a step, poll() and accept(text) around it, observe() at logged steps."""
-
-    def __init__(self, config, quantum, saved=None):
-        """`saved` is the state of a checkpoint. ValueError if a batch_file has never been good."""
-        self.config, self.quantum = config, quantum
-        self.file = BatchFile(config.batch_file, quantum) if config.batch_schedule == "file" else None
-        self.controller = Controller(config, quantum) if config.batch_schedule == "gns" else None
-        self.memory = self.file or self.controller
-        if saved and self.memory:
-            self.memory.load_state_dict(saved)
-        elif self.file:
-            self.accept(self.file.poll())
-
-    def at(self, tokens):
-        if self.controller:
-            return self.controller.batch
-        if self.file:
-            return interpolate(self.file.points, tokens, self.quantum)
-        return batch_size_at(tokens, self.config, self.quantum)
-
-    def poll(self):
-        """A changed text, or None. With several processes one polls and all accept what it found."""
-        return self.file.poll() if self.file else None
-
-    def accept(self, text):
-        return None if text is None else self.file.accept(text)
-
-    def observe(self, tokens, noise):
-        """What the controller makes of a noise scale: words for the log, or None."""
-        return self.controller.decide(tokens, noise) if self.controller else None
-
-    def state_dict(self):
-        return self.memory.state_dict() if self.memory else {}
-
-
-def noise_source(config):
-    """The log key that the controller follows: the whole model's noise scale; the norm layers' only if nothing relates
-    them to the whole model."""
-    if config.gns == "exact":
-        return "gns/total"
-    return "gns/calibrated" if config.gns_calibrate_tokens else "gns/norm"
+# the shape after the warm-up: the learning rate at a share of the way from the peak to the low end
+DECAYS = {"linear": lambda peak, low, share: low + (peak - low) * (1 - share),
+          "cosine": lambda peak, low, share: low + (peak - low) * (0.5 * (1 + math.cos(math.pi * share))),
+          "none": lambda peak, low, share: peak}
+# factor on the learning rate for k times the reference batch
+LR_FACTORS = {"none": lambda k: 1.0, "sqrt": math.sqrt, "linear": lambda k: k}
 
 
 def learning_rate_at(tokens, config):
-    """Linear warm-up from 0, then linear or cosine decay to min_lr at decay_tokens, then min_lr."""
+    """Linear warm-up from 0, then lr_decay's way to min_lr at decay_tokens, then min_lr."""
     if tokens < config.warmup_tokens:
         return config.learning_rate * tokens / config.warmup_tokens
-    if config.lr_decay == "none":
-        return config.learning_rate
     end = config.decay_tokens or config.max_tokens
     share = 1.0 if tokens >= end else (tokens - config.warmup_tokens) / (end - config.warmup_tokens)
-    left = 1 - share if config.lr_decay == "linear" else 0.5 * (1 + math.cos(math.pi * share))
-    return config.min_lr + (config.learning_rate - config.min_lr) * left
+    return DECAYS[config.lr_decay](config.learning_rate, config.min_lr, share)
 
 
 def reference_batch(config):
@@ -299,7 +440,7 @@ def coupled(B, config):
                           al. 2025, arXiv 2505.13738: the best one is linear in B), sqrt(k) with sqrt, 1 with linear.
     """
     k = B / reference_batch(config)
-    lr_factor = {"none": 1.0, "sqrt": math.sqrt(k), "linear": k}[config.lr_scaling]
+    lr_factor = LR_FACTORS[config.lr_scaling](k)
     beta2 = config.beta2**k if config.beta2_scaling == "tokens" else config.beta2
     decay = config.weight_decay * k / lr_factor if config.weight_decay_scaling == "tokens" else config.weight_decay
     return lr_factor, beta2, decay

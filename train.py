@@ -36,7 +36,8 @@ def train(config, ranks, device):
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
     saved = ranks.guard(lambda: resume.starting_point(config, data, mmap=ranks.world > 1))
     quantum = config.micro_batch_size * ranks.world  # a step's batch is a multiple of it
-    batch_schedule = ranks.guard(lambda: make_schedule(config, quantum, saved))
+    known = saved and not saved.get("branched") and saved.get("schedule")
+    batch_schedule = ranks.guard(lambda: configurator.batch_schedule(config, quantum, known))
 
     # -- model, optimizer, and what is measured in a step
     torch.manual_seed(config.seed)
@@ -65,7 +66,7 @@ def train(config, ranks, device):
         vote = ranks.vote(run.signals)
 
         # -- batch size, and what goes with it
-        if batch_schedule.file:
+        if batch_schedule.polls:
             run.event(batch_schedule.accept(ranks.from_first(batch_schedule.poll)), ahead=1)  # if its owner edited it
         B = batch_schedule.at(run.count.tokens)
         accum, after = B // quantum, run.count.tokens + B * config.block_size
@@ -104,14 +105,6 @@ def train(config, ranks, device):
     return 128 + stopping if stopping else 0
 
 
-def make_schedule(config, quantum, saved):
-    own = saved and not saved.get("branched") and saved.get("schedule")
-    try:
-        return schedule.BatchSchedule(config, quantum, own)
-    except ValueError as e:
-        raise ConfigError(f"batch_file={config.batch_file!r}: {e}") from None
-
-
 @torch.no_grad()
 def validation_loss(step, data):
     """Mean loss over the fixed validation windows. Ranks take turns; all make as many forward passes, as FSDP needs."""
@@ -140,16 +133,14 @@ def main(argv=None):
         if "--plan" in argv:
             from trainer import plan
             return plan.main(argv)
-        config = configurator.parse(argv)
+        config = configurator.parse(argv, distributed.world_size())
         device = hardware.pick_device(config.device)
         ranks = distributed.start(config, device)
         code = train(config, ranks, device)
         ranks.stop()
         return code
     except ConfigError as e:
-        if ranks and ranks.world > 1:
-            ranks.report(e)
-        configurator.die(e)
+        distributed.report(e, ranks)
     except Exception as e:
         if ranks and ranks.world > 1:
             ranks.fail(e)

@@ -8,7 +8,7 @@ import os
 
 from plots import style
 from plots.style import COLORS, series
-from trainer import log
+from trainer import noise
 
 
 def draw(*out_dirs, path=None):
@@ -56,12 +56,12 @@ def draw_noise(ax, rows, name, color, alone):
     measured = [row for row in rows if "gns/norm" in row]
     if not measured:
         return
-    key = log.noise_key(measured)
+    key = noise.shown(measured)
     tokens, value = series(measured, key)
     low, high = (series(measured, key + end)[1] for end in ("_low", "_high"))
     ax.fill_between(tokens, [max(v, 1e-2) for v in low], high, color=color, alpha=0.2, lw=0,
                     label="95% interval" if alone else None)
-    ax.plot(tokens, value, color=color, label=f"noise scale, {log.NOISE[key]}" if alone else f"{name}, noise scale")
+    ax.plot(tokens, value, color=color, label=f"noise scale, {noise.NOISE[key]}" if alone else f"{name}, noise scale")
     if alone and key != "gns/norm":
         ax.plot(*series(rows, "gns/norm"), color=color, lw=1, ls=":", label="noise scale, the norm layers")
     known = [v for v in value if v == v] + batch

@@ -18,7 +18,7 @@ import schedule
 from configurator import ConfigError
 from plots import compare, style
 from sweeps.jobs import read_config, run_all, run_training, tokens_done
-from trainer import checkpoint, log
+from trainer import checkpoint, log, noise
 
 
 def arguments(parser):
@@ -144,12 +144,12 @@ def result_of(rows, base_steps, start, window, batch, tolerance):
             if not entry["within"]:
                 break
             largest = entry
-    key = log.noise_key(base_steps)
-    known = next((r for r in reversed(base_steps) if log.noise(r, key)), None)
-    noise = known and dict(zip(("value", "low", "high"), log.noise(known, key)), of=log.NOISE[key], tokens=known["tokens"])
+    key = noise.shown(base_steps)
+    known = next((r for r in reversed(base_steps) if noise.noise(r, key)), None)
+    found = known and dict(zip(("value", "low", "high"), noise.noise(known, key)), of=noise.NOISE[key], tokens=known["tokens"])
     return {"at": start, "window": window, "tolerance": tolerance, "batch_size": batch, "branches": branches,
             "largest_within": largest["batch_size"], "first_beyond": next(
-                (e["batch_size"] for e in branches if e["factor"] > largest["factor"]), None), "noise_scale": noise}
+                (e["batch_size"] for e in branches if e["factor"] > largest["factor"]), None), "noise_scale": found}
 
 
 def table(result):

@@ -22,7 +22,7 @@ from configurator import ConfigError
 from plots import compare, style
 from plots.compare import cell
 from sweeps import common, jobs
-from trainer import batches, checkpoint, hardware, log
+from trainer import batches, checkpoint, hardware, log, noise
 
 UNSPLIT = ("cos_attn", "spectral_qkv", "batch_steps")  # a comma belongs to the value
 NO_LIST = ("out_dir", "resume", "branch_from", "device", "wandb_project", "wandb_run_name")
@@ -103,7 +103,7 @@ def short(value):
 
 
 def settings_of(base, swept):
-    free = (checkpoint.FREE_KEYS - {"micro_batch_size"}) | set(swept)
+    free = (configurator.free_keys() - {"micro_batch_size"}) | set(swept)
     return {k: common.as_json(v) for k, v in vars(base).items() if k not in free}
 
 
@@ -171,10 +171,10 @@ def final_values(rows):
     steps = [r for r in rows if "train/loss" in r]
     val = [r["val/loss"] for r in rows if r.get("val/loss") is not None]
     late = [r["train/loss"] for r in steps[-max(1, len(steps) // 10):] if r["train/loss"] is not None]
-    noise = log.noise(steps[-1], log.noise_key(steps))
+    found = noise.noise(steps[-1], noise.shown(steps))
     return {"val_loss": val[-1] if val else None, "train_loss": float(np.mean(late)) if late else None,
             "tokens": steps[-1]["tokens"], "steps": steps[-1]["step"], "seconds": steps[-1]["seconds"],
-            "noise_scale": noise and noise[0]}
+            "noise_scale": found and found[0]}
 
 
 def label(row, swept):

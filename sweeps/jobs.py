@@ -179,7 +179,8 @@ def newest(out_dir, key="tokens"):
         return {}
 
 
-def same_settings(config, old, free=checkpoint.FREE_KEYS):
+def same_settings(config, old, free=None):
+    free = configurator.free_keys() if free is None else free
     differ = [k for k, v in vars(config).items() if k not in free and getattr(old, k) != v]
     if differ:
         listed = ", ".join(f"{k} is {getattr(config, k)!r}, there it is {getattr(old, k)!r}" for k in differ)

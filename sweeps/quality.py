@@ -26,7 +26,7 @@ import configurator
 from configurator import ConfigError
 from plots import style
 from sweeps import common, jobs
-from trainer import batches, checkpoint, hardware, log
+from trainer import batches, checkpoint, hardware, log, noise
 
 KEYS = ("grad/coherence", "grad/coherence_total", "grad/norm", "grad/mean", "grad/variance", "adam/snr", "update/norm",
         "update/ratio", "train/loss")
@@ -68,7 +68,8 @@ def quality(args):
     logs = [log.read(c.out_dir) for c in group.wanted.values()]
     rows = [average(own, micro, config.beta1) for own in logs]
     result = result_of(rows, gains([growth(second_half(own)) for own in logs], micro), micro, gain, args)
-    settings = {k: common.as_json(v) for k, v in vars(config).items() if k not in checkpoint.FREE_KEYS | set(CHANGED)} | keys
+    kept = vars(config).keys() - configurator.free_keys() - set(CHANGED)
+    settings = {k: common.as_json(v) for k, v in vars(config).items() if k in kept} | keys
     checkpoint.write_json(os.path.join(folder, common.NAME), {
         "command": args.asked, "settings": {**settings, "steps": steps}, "machine": common.machine(device), "rows": rows,
         "result": result})
@@ -106,9 +107,9 @@ def average(rows, micro, beta1=0.9):
         row[f"{part}_growth"] = {k * micro: float(np.mean([r[f"grad/{part}_after_{k}" if k < accum else f"grad/{part}"]
                                                            for r in late])) for k in grown}
     row["gains"] = gains([grown], micro)
-    key = log.noise_key(steps)
-    noise = log.noise(steps[-1], key)
-    row["noise_scale"] = noise and dict(zip(("value", "low", "high"), noise), of=log.NOISE[key])
+    key = noise.shown(steps)
+    found = noise.noise(steps[-1], key)
+    row["noise_scale"] = found and dict(zip(("value", "low", "high"), found), of=noise.NOISE[key])
     return row
 
 
@@ -180,13 +181,13 @@ def table(rows, pooled):
               "|update|", "update ratio", "noise scale")]
     for r in rows:
         own = pooled.get(r["batch_size"])
-        noise = r["noise_scale"]
+        found = r["noise_scale"]
         cells.append((
             str(r["batch_size"]), "-" if r["grad/coherence"] is None else f"{r['grad/coherence']:.3f}",
             "-" if r["grad/coherence_total"] is None else f"{r['grad/coherence_total']:.3f} ({r['coherence_total_noise']:.3f})",
             f"{r['grad/norm']:.3g}", f"{r['grad/mean']:.1e}", f"{r['grad/variance']:.2e}",
             "-" if own is None else f"{own['gain']:.0%} +- {own['se']:.0%}", f"{r['adam/snr']:.3f}", f"{r['update/norm']:.3g}",
-            f"{r['update/ratio']:.2e}", "undetermined" if not noise else "{value:.3g} [{low:.3g}, {high:.3g}]".format(**noise)))
+            f"{r['update/ratio']:.2e}", "undetermined" if not found else "{value:.3g} [{low:.3g}, {high:.3g}]".format(**found)))
     return style.table(cells) + "\n"
 
 
@@ -214,10 +215,10 @@ def draw(rows, result, path):
     gain.errorbar(list(pooled), [g["gain"] for g in pooled.values()], [2 * g["se"] for g in pooled.values()], fmt="s-",
                   capsize=3, color="black", label="all runs together")
     gain.axhline(result["gain"], color="#888888", ls=":", label="worth its tokens")
-    noise = rows[-1]["noise_scale"]
-    if noise:
+    found = rows[-1]["noise_scale"]
+    if found:
         x = np.geomspace(min(batch), max(batch), 50)
-        gain.plot(x, noise["value"] / (x + noise["value"]), color=style.COLORS[1], ls="--", lw=1.2, label="by the noise scale")
+        gain.plot(x, found["value"] / (x + found["value"]), color=style.COLORS[1], ls="--", lw=1.2, label="by the noise scale")
     line(snr, "adam/snr", color=style.COLORS[2], label="|m| / sqrt(v)")
     snr.axhline(rows[0]["snr_noise"], color=style.COLORS[2], ls=":", label="pure noise")
     line(update, "update/ratio", color=style.COLORS[3], label="|update| / |weights|")

@@ -9,6 +9,7 @@ import schedule
 from configurator import Config, ConfigError, parse
 from model import GPT, GPTConfig
 from tests.conftest import ROOT
+from trainer import distributed
 
 CONFIGS = sorted(os.listdir(os.path.join(ROOT, "config")))
 
@@ -100,6 +101,83 @@ def test_help_lists_every_key_with_default_and_reason():
     text = configurator.help_text()
     for f in dataclasses.fields(Config):
         assert f"--{f.name}={f.default!r}" in text and f.metadata["why"] in text
+
+
+def test_every_key_says_whether_it_may_change():
+    for f in dataclasses.fields(Config):
+        assert f.metadata.get("change") in configurator.CHANGES, f"{f.name}: opt(default, FIXED | BRANCH | FREE, why)"
+    with pytest.raises(TypeError):
+        configurator.opt(1, "no declaration")
+
+
+def test_what_is_computed_stays_and_where_it_is_computed_may_change():
+    resume, branch = configurator.free_keys(), configurator.free_keys(branch=True)
+    assert resume == {"out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log", "wandb_project",
+                      "wandb_run_name", "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval",
+                      "checkpoint_tokens", "stop_tokens", "branch_from", "grad_stats"}
+    assert branch - resume == {
+        "seed", "batch_size", "batch_schedule", "batch_size_start", "batch_steps", "batch_file", "batch_gns_factor",
+        "batch_gns_margin", "batch_gns_dwell_tokens", "batch_shrink", "max_tokens", "warmup_tokens", "decay_tokens",
+        "learning_rate", "min_lr", "lr_decay", "lr_scaling", "lr_reference_batch", "beta2", "beta2_scaling", "weight_decay",
+        "weight_decay_scaling"}
+    lines = configurator.help_text().splitlines()
+    for name in configurator.FIELDS:
+        line = next(line for line in lines if line.startswith(f"  --{name}="))
+        assert ("on resume" in line) == (name in resume) and ("on a branch" in line) == (name in branch - resume)
+
+
+def test_every_range_is_checked_from_the_file_too(tmp_path):
+    checked = [name for name, f in configurator.FIELDS.items() if f.metadata["valid"]]
+    assert len(checked) == 30
+    for name in checked:
+        with pytest.raises(ConfigError, match=f"^{name}="):
+            parse_file(tmp_path, f"{name} = {'' if name == 'out_dir' else -1!r}")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("processes", [1, 2, 4, 8])
+def test_every_config_file_runs_as_it_is_on_any_usual_number_of_devices(name, processes, capsys):
+    path = os.path.join(ROOT, "config", name)
+    one, c = parse([path]), parse([path], processes)
+    configurator.check(c, processes)
+    distributed.check(c, processes, "cuda")
+    changed = {key for key in configurator.FIELDS if getattr(c, key) != getattr(one, key)}
+    assert changed <= ({"micro_batch_size", "batch_size_start"} if (name, processes) == ("wikitext2.py", 8)
+                       else {"micro_batch_size"})
+    said = capsys.readouterr().out
+    assert bool(said) == bool(changed)
+    assert all(f"{key}={getattr(one, key)} is taken as {getattr(c, key)}" in said for key in changed)
+    assert not changed if processes == 1 else c.micro_batch_size <= one.micro_batch_size
+    batches = schedule.build(c, c.micro_batch_size * processes)
+    assert batches.at(0) == c.batch_size_start and batches.at(c.max_tokens) == one.batch_size
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_the_papers_schedule_is_the_same_on_several_devices_token_by_token(processes):
+    path = os.path.join(ROOT, "config", "gpt_111m.py")
+    one, several = parse([path]), parse([path], processes)
+    a, b = schedule.build(one, one.micro_batch_size), schedule.build(several, several.micro_batch_size * processes)
+    assert all(a.at(t) == b.at(t) for t in range(0, one.max_tokens, one.max_tokens // 1000))
+
+
+def test_what_was_typed_is_taken_as_it_is(tmp_path, capsys):
+    path = tmp_path / "c.py"
+    path.write_text("batch_size = 120\nbatch_size_start = 16")
+    with pytest.raises(ConfigError, match="batch_size=120: is not a multiple of .*=8 x 8 processes = 64: take 64 or 128"):
+        parse([str(path), "--micro_batch_size=8"], 8)
+    c = parse([str(path), "--micro_batch_size=8", "--batch_size=128"], 8)
+    assert "batch_size_start=16 is taken as 64" in capsys.readouterr().out
+    assert (c.micro_batch_size, c.batch_size_start) == (8, 64)
+    c = parse([str(path), "--batch_size=128", "--batch_size_start=64"], 8)  # what the words advise
+    assert c.micro_batch_size == 8 and not capsys.readouterr().out
+    with pytest.raises(ConfigError, match="batch_size_start=4: is not a multiple of .* x 8 processes = 8: take 8$"):
+        parse([str(path), "--batch_size_start=4"], 8)
+    with pytest.raises(ConfigError, match="batch_size=120: .* x 7 processes = 21: take 105 or 126$"):
+        parse([str(path)], 7)
+    c = parse([str(path), "--batch_schedule=steps", "--batch_steps=0:12, 1M:24"], 4)
+    assert c.micro_batch_size == 3
+    with pytest.raises(ConfigError, match="batch_steps='0:x'"):
+        parse([str(path), "--batch_schedule=steps", "--batch_steps=0:x"], 4)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -32,8 +32,8 @@ WHOLE = dict(max_tokens=16_000, checkpoint_tokens=1000, dropout=0.1, log_interva
 DRIVER = """
 import json, os, shutil, sys
 sys.path.insert(0, {root!r})
-import torch, train
-from trainer import checkpoint, distributed
+import train
+from trainer import checkpoint
 train.summary.closing = lambda config: ""  # no pictures here
 real_save = checkpoint.save
 def save(out_dir, state):  # keep every checkpoint
@@ -352,6 +352,55 @@ def test_bad_input_is_one_line_from_one_rank_and_exit_code_2_on_all(tmp_path, ti
         errors = outputs[0][1] + outputs[1][1]
         assert message in errors and errors.count("\n") == 1, errors
         assert not (tmp_path / "new").exists()
+
+
+def test_a_config_file_whose_batches_do_not_divide_trains_and_resumes_on_two_processes_as_on_one(tmp_path, tiny_data):
+    """Micro-batch 4 and batches of 4 to 12 on two processes: whole with a micro-batch of 2, so the batches stay."""
+    config = tmp_path / "config.py"
+    config.write_text("".join(f"{k} = {v!r}\n" for k, v in dict(
+        SHORT, dataset=tiny_data, micro_batch_size=4, batch_size=12, batch_size_start=4, max_tokens=1600).items()))
+    code = (f"import sys; sys.path.insert(0, {ROOT!r}); import train; train.summary = lambda config: ''; "
+            "sys.exit(train.main(sys.argv[1:]))")
+    (tmp_path / "main.py").write_text(code)
+    args = [str(tmp_path / "main.py"), str(config)]
+
+    def one(*more):
+        return subprocess.run([sys.executable, *args, *more], env=environment(), cwd=ROOT, capture_output=True, text=True,
+                              timeout=120)
+
+    def two(*more):
+        process = torchrun(2, *args, *more)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, out + err
+        return out
+    assert one(f"--out_dir={tmp_path / '1'}").returncode == 0
+    out = two(f"--out_dir={tmp_path / '2'}")
+    assert out.count("micro_batch_size=4 is taken as 2: batches of 4, 12 are then whole on 2 processes") == 1
+    assert one(f"--out_dir={tmp_path / '1-2'}", "--stop_tokens=700").returncode == 0
+    assert "resuming at" in two(f"--out_dir={tmp_path / '1-2'}", "--resume=True")
+    a = steps(tmp_path / "1")
+    assert {r["batch_size"] for r in a} == {4, 8, 12}
+    for name in ("2", "1-2"):
+        b = steps(tmp_path / name)
+        for key in ("step", "tokens", "examples", "batch_size", "lr"):
+            assert [r[key] for r in b] == [r[key] for r in a], (name, key)
+        np.testing.assert_allclose(column(b, "train/loss"), column(a, "train/loss"), rtol=2e-4)
+    assert b[0]["accum"] == 1 and b[-1]["accum"] == 3 and a[-1]["accum"] == 3
+
+
+@pytest.mark.parametrize("more, message", [
+    (dict(batch_size=14), "batch_size=14: is not a multiple of micro_batch_size=4 x 2 processes = 8: take 8 or 16"),
+    (dict(dataset="nowhere", batch_size_start=8), "dataset='nowhere'")], ids=["before they connect", "after"])
+def test_torchrun_tells_of_one_failure_and_ends_with_the_error(tmp_path, tiny_data, more, message):
+    """torchrun has about eight lines for each process that fails; here one does, and its last line but one is the error."""
+    process = torchrun(2, os.path.join(ROOT, "train.py"), *as_args({**RUN, "dataset": tiny_data, "out_dir": tmp_path / "new",
+                                                                   **more}))
+    out, err = process.communicate(timeout=120)
+    lines = err.strip().splitlines()
+    assert process.returncode == 1 and [message in line for line in lines].count(True) == 2, out + err
+    assert lines[0].startswith("error: ") and message in lines[0]
+    assert message in lines[-2] and set(lines[-1]) == {"="} and "<NO_OTHER_FAILURES>" in err
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize("settings, world, words", [

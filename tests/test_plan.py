@@ -137,6 +137,13 @@ def test_steps_are_those_of_a_real_run(tmp_path, tiny_args, schedule, monkeypatc
     assert plan.steps(configurator.parse(args), 1)[:2] == (last["step"], last["tokens"])
 
 
+def test_a_plan_for_eight_devices_says_which_micro_batch_it_takes(capsys):
+    assert train.main(["config/gpt_111m.py", "--plan", "--devices=8"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("micro_batch_size=8 is taken as 1: batches of 16, 120 are then whole on 8 processes")
+    assert "steps of 16 to 120 sequences" in text and "8 in one pass of 8 x 1, accumulation 2 to 15" in text
+
+
 def test_the_plan_is_printed_without_data_or_a_device(capsys, tmp_path, monkeypatch):
     assert train.main(["config/gpt_1_3b.py", "--plan", "--devices=8", "--kind=a100"]) == 0
     text = capsys.readouterr().out

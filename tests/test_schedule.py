@@ -12,29 +12,29 @@ import configurator
 import schedule
 import train
 from configurator import Config, ConfigError
-from schedule import BatchSchedule, Controller, batch_size_at, learning_rate_at
+from schedule import Controller, build, learning_rate_at
 from tests.conftest import ROOT
 from tests.test_train import assert_same_run
-from trainer import checkpoint, log
+from trainer import checkpoint, log, noise, plan
 
 
 def test_constant_batch_is_the_batch():
     c = Config(batch_schedule="constant", batch_size=40, batch_size_start=8)
-    assert {batch_size_at(t, c, 8) for t in (0, 1, 10**6, 10**9)} == {40}
+    assert {build(c, 8).at(t) for t in (0, 1, 10**6, 10**9)} == {40}
 
 
 @pytest.mark.parametrize("quantum", [1, 4, 8])
 def test_linear_batch_is_exact_at_the_ends_monotone_and_whole(quantum):
     c = Config(batch_schedule="linear", batch_size_start=16, batch_size=120, max_tokens=10**6)
-    values = [batch_size_at(t, c, quantum) for t in range(0, 10**6 + 1, 1000)]
-    assert values[0] == 16 and values[-1] == 120 == batch_size_at(10**7, c, quantum)
+    values = [build(c, quantum).at(t) for t in range(0, 10**6 + 1, 1000)]
+    assert values[0] == 16 and values[-1] == 120 == build(c, quantum).at(10**7)
     assert values == sorted(values) and all(v % quantum == 0 for v in values)
     assert values[500] == 68 // quantum * quantum or abs(values[500] - 68) <= quantum / 2
 
 
 def test_linear_batch_uses_every_multiple_on_the_way():
     c = Config(batch_schedule="linear", batch_size_start=16, batch_size=120, max_tokens=10**6)
-    assert sorted({batch_size_at(t, c, 8) for t in range(0, 10**6, 1000)}) == list(range(16, 121, 8))
+    assert sorted({build(c, 8).at(t) for t in range(0, 10**6, 1000)}) == list(range(16, 121, 8))
 
 
 def test_learning_rate_warms_up_peaks_and_ends_where_it_should():
@@ -65,13 +65,56 @@ def test_a_run_that_is_all_warm_up_does_not_divide_by_zero():
     assert learning_rate_at(999, c) < 1e-2 and learning_rate_at(1000, c) == c.min_lr
 
 
+# -- names
+
+def test_a_name_without_a_class_raises_and_every_class_answers(monkeypatch):
+    assert configurator.FIELDS["batch_schedule"].metadata["choices"] == schedule.KINDS == tuple(schedule.SCHEDULES)
+    with pytest.raises(ValueError, match="batch_schedule='gnss'"):
+        build(Config(batch_schedule="gnss"), 8)
+    with pytest.raises(ConfigError, match="batch_schedule='gnss'"):
+        configurator.check(Config(batch_schedule="gnss"))
+    with pytest.raises(KeyError):
+        learning_rate_at(10**6, Config(lr_decay="stairs"))
+
+
+def test_a_schedule_is_one_class_for_trainer_checks_resume_and_plan(tmp_path, tiny_args, monkeypatch):
+    """A newcomer in SCHEDULES runs, is checked, is planned and saves its state; no other file knows its name."""
+    class Sawtooth(schedule.Schedule):
+        def __init__(self, config, quantum):
+            super().__init__(config, quantum)
+            self.seen = 0
+
+        def at(self, tokens):
+            return self.config.batch_size if tokens // 640 % 2 else self.quantum
+
+        def observe(self, tokens, noise):
+            self.seen += 1
+
+        def state_dict(self):
+            return {"seen": self.seen}
+
+        def load(self, state):
+            self.seen = state["seen"]
+    monkeypatch.setitem(schedule.SCHEDULES, "sawtooth", Sawtooth)
+    field = configurator.FIELDS["batch_schedule"]
+    monkeypatch.setattr(field, "metadata", {**field.metadata, "choices": tuple(schedule.SCHEDULES)})
+    args = tiny_args(out_dir=tmp_path / "run", batch_schedule="sawtooth", gns="off")
+    assert train.main([*args, "--stop_tokens=1600"]) == 0 and train.main([*args, "--resume=True"]) == 0
+    rows = logged(tmp_path / "run")
+    assert {r["batch_size"] for r in rows} == {4, 16}
+    assert checkpoint.load(str(tmp_path / "run"))["schedule"]["seen"] == sum(r["tokens"] < 3200 for r in rows)
+    assert plan.steps(configurator.parse(args), 1) == (rows[-1]["step"], rows[-1]["tokens"], (4, 16))
+    with pytest.raises(ConfigError, match="batch_size=14: is not a multiple of micro_batch_size=4"):
+        configurator.parse([*args, "--batch_size=14"])
+
+
 # -- steps and file
 
 def test_steps_hold_between_and_jump_at_the_token():
     c = Config(batch_schedule="steps", batch_steps="0:32, 50M:64, 0.2B:128")
-    at = [batch_size_at(t, c, 8) for t in (0, 49_999_999, 50_000_000, 199_999_999, 200_000_000, 10**12)]
+    at = [build(c, 8).at(t) for t in (0, 49_999_999, 50_000_000, 199_999_999, 200_000_000, 10**12)]
     assert at == [32, 32, 64, 64, 128, 128]
-    assert batch_size_at(7, Config(batch_schedule="steps", batch_steps="0:8"), 8) == 8
+    assert build(Config(batch_schedule="steps", batch_steps="0:8"), 8).at(7) == 8
 
 
 @pytest.mark.parametrize("text, value", [("0", 0), ("200", 200), ("50k", 50_000), ("1.5M", 1_500_000), ("2B", 2 * 10**9),
@@ -92,7 +135,7 @@ def test_malformed_steps_are_one_clear_line(text, words):
 
 
 def file_schedule(path, saved=None):
-    return BatchSchedule(Config(batch_schedule="file", batch_file=str(path)), 8, saved)
+    return build(Config(batch_schedule="file", batch_file=str(path)), 8, saved)
 
 
 def test_a_file_is_interpolated_held_outside_and_exact_at_its_points(tmp_path):
@@ -171,39 +214,39 @@ def controller(**keys):
 
 def test_the_controller_grows_only_if_the_lower_end_clears_the_margin_by_at_most_double_after_its_dwell():
     c = controller()
-    assert "held at 8: no move before 1,000" in c.decide(10, (100, 90, 110)) and c.batch == 8
-    assert c.decide(20, (100, 90, 110)) is None, "the same refusal is said once"
-    assert "undetermined" in c.decide(1000, None)
-    assert "not clear" in c.decide(1001, (30, 8.7, 90)) and c.batch == 8
-    assert c.decide(1002, (30, 8.9, 90)).startswith("batch 8 -> 16: noise scale 30 [8.9, 90]")
-    assert c.decide(2001, (30, 29, 31)) is None and c.batch == 16, "dwelling after a move goes without saying"
-    assert "16 -> 32" in c.decide(2002, (33, 29, 31))
-    assert "asks for less" in c.decide(4000, (5, 4, 6)) and c.batch == 32, "never shrinks unless allowed"
+    assert "held at 8: no move before 1,000" in c.observe(10, (100, 90, 110)) and c.batch == 8
+    assert c.observe(20, (100, 90, 110)) is None, "the same refusal is said once"
+    assert "undetermined" in c.observe(1000, None)
+    assert "not clear" in c.observe(1001, (30, 8.7, 90)) and c.batch == 8
+    assert c.observe(1002, (30, 8.9, 90)).startswith("batch 8 -> 16: noise scale 30 [8.9, 90]")
+    assert c.observe(2001, (30, 29, 31)) is None and c.batch == 16, "dwelling after a move goes without saying"
+    assert "16 -> 32" in c.observe(2002, (33, 29, 31))
+    assert "asks for less" in c.observe(4000, (5, 4, 6)) and c.batch == 32, "never shrinks unless allowed"
     for t, batch in ((5000, 64), (6000, 128), (7000, 256)):
-        c.decide(t, (10**6, 10**5, 10**7))
+        c.observe(t, (10**6, 10**5, 10**7))
         assert c.batch == batch
-    assert "reached batch_size=256" in c.decide(9000, (10**6, 10**5, 10**7)) and c.batch == 256
+    assert "reached batch_size=256" in c.observe(9000, (10**6, 10**5, 10**7)) and c.batch == 256
 
 
 def test_the_controller_goes_to_the_target_where_that_is_less_than_double_and_follows_its_factor():
     c = controller(batch_size_start=64, batch_gns_factor=0.5)
-    assert c.decide(10**6, (170, 150, 190)).startswith("batch 64 -> 88: noise scale 170 [150, 190] x 0.5")
+    assert c.observe(10**6, (170, 150, 190)).startswith("batch 64 -> 88: noise scale 170 [150, 190] x 0.5")
     c = controller(batch_size_start=64)
-    assert "smallest step" not in (c.decide(10**6, (80, 71, 90)) or "") and c.batch == 80
+    assert "smallest step" not in (c.observe(10**6, (80, 71, 90)) or "") and c.batch == 80
     c = controller(batch_size_start=64, batch_gns_margin=0)
-    assert "less than 8 more" in c.decide(10**6, (66, 64.5, 70)) and c.batch == 64
+    assert "less than 8 more" in c.observe(10**6, (66, 64.5, 70)) and c.batch == 64
 
 
 def test_a_shrinking_controller_mirrors_the_growing_one():
     c = controller(batch_shrink=True, batch_size_start=16)
     c.batch = 128
-    assert "waits until 2,000" in c.decide(1000, (20, 15, 30))
-    assert "128 -> 64" in c.decide(2000, (20, 15, 30)) and c.decide(2500, (20, 15, 30)) is None
-    assert "64 -> 32" in c.decide(3000, (5, 4, 6))
-    assert "not clear" in c.decide(4000, (28, 20, 30)), "30 is not below 32 by 10%"
-    assert "32 -> 16" in c.decide(4001, (5, 4, 6))
-    assert "less than batch_size_start=16" in c.decide(6000, (5, 4, 6)) and c.batch == 16
-    assert "waits until 8,001" in c.decide(7000, (90, 80, 99)) and "16 -> 32" in c.decide(8001, (90, 80, 99))
+    assert "waits until 2,000" in c.observe(1000, (20, 15, 30))
+    assert "128 -> 64" in c.observe(2000, (20, 15, 30)) and c.observe(2500, (20, 15, 30)) is None
+    assert "64 -> 32" in c.observe(3000, (5, 4, 6))
+    assert "not clear" in c.observe(4000, (28, 20, 30)), "30 is not below 32 by 10%"
+    assert "32 -> 16" in c.observe(4001, (5, 4, 6))
+    assert "less than batch_size_start=16" in c.observe(6000, (5, 4, 6)) and c.batch == 16
+    assert "waits until 8,001" in c.observe(7000, (90, 80, 99)) and "16 -> 32" in c.observe(8001, (90, 80, 99))
 
 
 def noisy(rng, truth, spread=0.3):
@@ -228,7 +271,7 @@ def test_whatever_it_sees_the_controller_stays_in_bounds_in_quanta_and_within_it
         tokens += rng.randint(1, 200)
         noise = noisy(rng, 10 ** rng.uniform(-2, 5), rng.choice([0.01, 0.3, 2]))
         before, was = c.batch, c.reason
-        text = c.decide(tokens, noise)
+        text = c.observe(tokens, noise)
         assert c.smallest <= c.batch <= c.largest and c.batch % quantum == 0
         assert shrink or c.batch >= before
         if c.batch != before:
@@ -247,7 +290,7 @@ def test_noise_about_a_steady_truth_does_not_make_the_batch_swing():
         c = controller(batch_shrink=True, batch_size=512, batch_gns_dwell_tokens=100)
         path = []
         for t in range(1000):
-            c.decide(10 * t, noisy(rng, 100, 0.2))
+            c.observe(10 * t, noisy(rng, 100, 0.2))
             if not path or path[-1] != c.batch:
                 path.append(c.batch)
         signs = [b > a for a, b in zip(path, path[1:])]
@@ -265,21 +308,22 @@ def test_the_controller_is_a_function_of_its_inputs_and_resumes_from_its_state()
         if i % 37 == 0:  # killed and resumed: a new object with the old state
             state = two.state_dict()
             two = controller(batch_shrink=True)
-            two.load_state_dict(state)
-        said.append(one.decide(*look))
-        assert two.decide(*look) == said[-1] and two.batch == one.batch
+            two.load(state)
+        said.append(one.observe(*look))
+        assert two.observe(*look) == said[-1] and two.batch == one.batch
     assert sum(" -> " in (s or "") for s in said) >= 3
 
 
 def test_the_controller_follows_the_whole_models_noise_scale_where_there_is_one():
-    assert schedule.noise_source(Config(gns="exact")) == "gns/total"
-    assert schedule.noise_source(Config(gns="norm", gns_calibrate_tokens=1000)) == "gns/calibrated"
-    assert schedule.noise_source(Config(gns="norm", gns_calibrate_tokens=0)) == "gns/norm"
-    plan = BatchSchedule(Config(batch_schedule="gns", gns_half_life_tokens=10), 8)
+    assert noise.noise_key(Config(gns="exact")) == "gns/total"
+    assert noise.noise_key(Config(gns="norm", gns_calibrate_tokens=1000)) == "gns/calibrated"
+    assert noise.noise_key(Config(gns="norm", gns_calibrate_tokens=0)) == "gns/norm"
+    config = Config(batch_schedule="gns", gns_half_life_tokens=10)
+    plan, key = build(config, 8), noise.noise_key(config)
     row = {"gns/norm": 90.0, "gns/norm_low": 80.0, "gns/norm_high": 99.0, "gns/calibrated": None}
-    assert "undetermined" in plan.observe(1000, row) and plan.at(1000) == 8
+    assert "undetermined" in plan.observe(1000, noise.noise(row, key)) and plan.at(1000) == 8
     row |= {"gns/calibrated": 60.0, "gns/calibrated_low": 50.0, "gns/calibrated_high": 70.0}
-    assert "8 -> 16" in plan.observe(2000, row) and plan.at(2000) == 16
+    assert "8 -> 16" in plan.observe(2000, noise.noise(row, key)) and plan.at(2000) == 16
 
 
 # -- coupling
@@ -360,12 +404,12 @@ def test_a_gns_run_killed_and_resumed_makes_the_same_decisions(tmp_path, tiny_ar
     moves = [r["event"] for r in logged(tmp_path / "whole", "event") if " -> " in r["event"]]
     assert len(moves) >= 2 and moves[0].startswith("batch 4 -> 8: noise scale")
     kill = ("import os, signal, sys, schedule, train\n"
-            "real, calls = schedule.BatchSchedule.at, [0]\n"
+            "real, calls = schedule.Controller.at, [0]\n"
             "def at(self, tokens):\n"
             "    calls[0] += 1\n"
             "    if calls[0] == int(sys.argv[1]): os.kill(os.getpid(), getattr(signal, sys.argv[2]))\n"
             "    return real(self, tokens)\n"
-            "schedule.BatchSchedule.at = at\n"
+            "schedule.Controller.at = at\n"
             "sys.exit(train.main(sys.argv[3:]))")
     for resume, step, how in ((False, 25, "SIGKILL"), (True, 20, "SIGTERM")):
         command = tiny_args(out_dir=tmp_path / "killed", resume=resume, **args)
@@ -390,15 +434,15 @@ def test_the_summary_tells_what_the_controller_did_and_log_interval_is_part_of_a
 def test_a_file_edited_during_a_run_changes_the_batch_and_is_left_alone(tmp_path, tiny_args, monkeypatch):
     path = tmp_path / "batch.txt"
     path.write_text("0 4\n")
-    edits = {3: "0 8\n", 6: "0 oops\n"}
-    real, calls = BatchSchedule.poll, [0]
+    edits = {4: "0 8\n", 7: "0 oops\n"}  # the first look is before the first step
+    real, calls = schedule.File.poll, [0]
 
     def poll(self):
         calls[0] += 1
         if calls[0] in edits:
             path.write_text(edits[calls[0]])
         return real(self)
-    monkeypatch.setattr(BatchSchedule, "poll", poll)
+    monkeypatch.setattr(schedule.File, "poll", poll)
     train.main(tiny_args(out_dir=tmp_path / "run", batch_schedule="file", batch_file=path, max_tokens=1280))
     assert [r["batch_size"] for r in logged(tmp_path / "run")][:8] == [4, 4, 8, 8, 8, 8, 8, 8]
     events = [(r["step"], r["event"]) for r in logged(tmp_path / "run", "event")]
@@ -414,13 +458,13 @@ def test_a_ramp_compiles_nothing_anew(tmp_path, tiny_args, monkeypatch):
         graphs.append(state["batch"])
         return graph
     state = {"batch": None}
-    real_at, real_compile = BatchSchedule.at, torch.compile
+    real_at, real_compile = schedule.Linear.at, torch.compile
     monkeypatch.setattr(torch, "compile", lambda model: real_compile(model, backend=backend))
 
     def at(self, tokens):
         state["batch"] = real_at(self, tokens)
         return state["batch"]
-    monkeypatch.setattr(BatchSchedule, "at", at)
+    monkeypatch.setattr(schedule.Linear, "at", at)
     torch._dynamo.reset()
     train.main(tiny_args(out_dir=tmp_path / "run", compile=True, gns_adam=False, gns_calibrate_tokens=0))
     torch._dynamo.reset()

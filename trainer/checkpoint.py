@@ -9,22 +9,12 @@ import os
 
 import torch
 
+import configurator
+import schedule
 from configurator import ConfigError
 
 NAME = "ckpt.pt"
 FORMAT = 1
-
-# keys that may change on resume: where and how the run is computed and watched, not what is computed
-FREE_KEYS = {"out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log", "wandb_project",
-             "wandb_run_name", "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval", "checkpoint_tokens",
-             "stop_tokens", "branch_from", "grad_stats"}
-
-# keys that a branch may set anew: batch, learning rate and what goes with them
-BRANCH_KEYS = FREE_KEYS | {
-    "seed", "batch_size", "batch_schedule", "batch_size_start", "batch_steps", "batch_file",
-    "batch_gns_factor", "batch_gns_margin", "batch_gns_dwell_tokens", "batch_shrink", "max_tokens", "warmup_tokens",
-    "decay_tokens", "learning_rate", "min_lr", "lr_decay", "lr_scaling", "lr_reference_batch", "beta2", "beta2_scaling",
-    "weight_decay", "weight_decay_scaling"}
 
 
 def write_atomically(path, write):
@@ -69,9 +59,7 @@ def load(out_dir, device="cpu", mmap=False):
 def check_same_run(state, config, checksum, branch=False):
     """A resume that would compute something else says which key differs; a branch may change more."""
     old, new = state["config"], dataclasses.asdict(config)
-    free = BRANCH_KEYS if branch else FREE_KEYS
-    if config.batch_schedule == "gns" and not branch:
-        free = free - {"log_interval"}  # the controller decides at logged steps
+    free = configurator.free_keys(branch) - set(() if branch else schedule.kind(config).fixed)
     differ = [k for k in new if k not in free and k in old and _plain(old[k]) != _plain(new[k])]
     what = "branch" if branch else "resume"
     if differ:

@@ -25,6 +25,7 @@ both moments (12 bytes per parameter), and writes alone: fine to some ten billio
 torch.distributed.checkpoint's folder of shards is the right tool.
 """
 
+import json
 import os
 import re
 import sys
@@ -35,18 +36,22 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import schedule
+import configurator
 from configurator import ConfigError
 from trainer.optimizer import WHOLE_MATRICES
-from trainer.watchdog import TIMEOUT, Watchdog, connect
+from trainer.watchdog import TIMEOUT, Watchdog, connect, exchange
 
 COMMUNICATION = re.compile(r"gloo|nccl|connection|broken pipe|socket|store", re.IGNORECASE)
 
 
+def world_size():
+    """The number of processes of this run, from torchrun's environment."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def start(config, device):
     """The processes of this run, connected. What cannot work is said before they are."""
-    env = os.environ
-    world = int(env.get("WORLD_SIZE", 1))
+    env, world = os.environ, world_size()
     check(config, world, device)
     if world == 1:
         return Ranks(device=device)
@@ -78,20 +83,7 @@ def check(config, world, device):
     if config.parallel == "fsdp" and config.gns_crosscheck:
         raise ConfigError("gns_crosscheck=True needs every rank's whole gradient, which parallel='fsdp' never forms: "
                           "take parallel='ddp' or gns_crosscheck=False")
-    quantum = config.micro_batch_size * world
-    if config.batch_schedule == "steps":
-        try:
-            schedule.parse_steps(config.batch_steps, quantum)
-        except ValueError as e:
-            raise ConfigError(f"batch_steps={config.batch_steps!r}: {e}") from None
-    sizes = {"constant": ["batch_size"], "steps": [], "file": []}  # a file is checked when it is read
-    for name in sizes.get(config.batch_schedule, ["batch_size", "batch_size_start"]):
-        value = getattr(config, name)
-        if value % quantum:
-            below, above = value // quantum * quantum, (value // quantum + 1) * quantum
-            raise ConfigError(f"{name}={value}: is not a multiple of micro_batch_size={config.micro_batch_size} x {world} "
-                              f"processes = {quantum}: take {f'{below} or ' if below else ''}{above}, "
-                              "or another micro_batch_size")
+    configurator.check_batches(config, world)
 
 
 class Ranks:
@@ -310,29 +302,43 @@ class Ranks:
             self.watchdog.close()
             dist.destroy_process_group()
 
-    def report(self, error):
-        """An error that the user can mend: one line, from rank 0, unless it is this rank's alone."""
-        if self.first:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        others = self.watchdog.errors(str(error))
-        if not self.first and others.get(0) != str(error):
-            print(f"error: rank {self.rank}: {error}", file=sys.stderr, flush=True)
-        if self.first:
-            time.sleep(0.5)  # it may keep the store that the others are reading
-        self.leave(2)
-
     def fail(self, error):
         """Any other exception: say on every rank what happened to which one, and end now."""
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and COMMUNICATION.search(str(error))):
             self.watchdog.end(self.watchdog.who_died() or f"communication failed ({first_line(error)})")
         traceback.print_exception(error)
         self.watchdog.tell(f"rank {self.rank} failed: {type(error).__name__}: {first_line(error)}")
-        self.leave(1)
+        leave(1)
 
-    def leave(self, code):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # not sys.exit: taking down a process group whose members are gone can wait for ever
+
+def leave(code):
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not sys.exit: taking down a process group whose members are gone can wait for ever
+
+
+def report(error, ranks=None):
+    """An error that the user can mend, and the end of this process: one line, from rank 0, unless it is this rank's alone.
+
+    torchrun writes half a screen about each process that fails. So the others, with the same error as rank 0, leave first
+    and quietly; what torchrun then says is about rank 0 and ends with the error itself (its error file)."""
+    watchdog = ranks and ranks.watchdog
+    if not watchdog and not (world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+        configurator.die(error)  # one process, or no place yet where they could meet
+    rank, mine, error_file = int(os.environ["RANK"]), str(error), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if rank == 0:
+        print(f"error: {mine}", file=sys.stderr, flush=True)
+    same = exchange(watchdog, rank, world_size(), mine).get(0) == mine
+    if rank > 0 and not same:
+        print(f"error: rank {rank}: {mine}", file=sys.stderr, flush=True)
+    if rank == 0:
+        time.sleep(0.5)  # it may keep the store that the others are reading
+    elif error_file and same and os.environ.get("LOCAL_RANK") != "0":  # one process of each machine fails
+        leave(0)
+    if error_file:
+        with open(error_file, "w", encoding="utf-8") as f:
+            json.dump({"message": {"message": f"error: {mine}", "extraInfo": {"timestamp": str(int(time.time()))}}}, f)
+    leave(2)
 
 
 def for_each_tensor(saved, function):

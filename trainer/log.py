@@ -11,8 +11,6 @@ import sys
 import time
 
 from trainer import checkpoint
-from trainer.noise import NOISE, noise  # noqa: F401
-from trainer.noise import shown as noise_key  # noqa: F401
 
 NAME = "log.jsonl"
 

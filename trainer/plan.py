@@ -85,7 +85,7 @@ def memory(c, vocab_size, devices, parallel, half):
     if parallel == "ddp" or devices == 1:
         return {"weights": 4 * P, "gradients": 4 * P, "optimizer": 8 * P, "weights in bf16": 2 * matrices if half == 2 else 0}
     # gradients travel once per step: whole ones until then
-    accumulates = c.batch_schedule in ("steps", "file") or c.batch_size > c.micro_batch_size * devices
+    accumulates = max(schedule.kind(c).sizes(c), default=float("inf")) > c.micro_batch_size * devices
     shard = -(-P // devices)
     return {"weights": 4 * shard, "gradients": 4 * shard + (4 * P if accumulates else 0), "optimizer": 8 * shard,
             "gathered units": 4 * outside + 2 * half * block + (2 * vocab_size * c.n_embd if half == 2 else 0)}
@@ -104,24 +104,10 @@ def recomputed_flops_per_token(c):
 
 
 def steps(c, devices):
-    """(steps, tokens, smallest and largest batch) of the whole run, by walking along its batch schedule. gns: the fewest
-    steps there can be, all of batch_size."""
+    """(steps, tokens, smallest and largest batch) of the whole run, by walking along its batch schedule; where that follows
+    what the run measures, the fewest steps there can be."""
     end = min(c.stop_tokens or c.max_tokens, c.max_tokens)
-    if c.batch_schedule in ("constant", "gns"):
-        count = -(-end // (c.batch_size * c.block_size))
-        return count, count * c.batch_size * c.block_size, (c.batch_size_start if c.batch_schedule == "gns" else c.batch_size,
-                                                            c.batch_size)
-    try:
-        batches = schedule.BatchSchedule(c, c.micro_batch_size * devices)
-    except ValueError as e:
-        raise ConfigError(f"batch_file={c.batch_file!r}: {e}") from None
-    tokens, count, sizes = 0, 0, set()
-    while tokens < end:
-        B = batches.at(tokens)
-        sizes.add(B)
-        tokens += B * c.block_size
-        count += 1
-    return count, tokens, (min(sizes), max(sizes))
+    return configurator.batch_schedule(c, c.micro_batch_size * devices).walk(end, c.block_size)
 
 
 def vocabulary(config):
@@ -154,7 +140,7 @@ def text(c, devices, kind, mfu):
     n_steps, tokens, (least, most) = steps(c, devices)
     flops, extra = flops_per_token(c, V) * tokens, recomputed_flops_per_token(c) * tokens
     lines = [f"Parameters   {P:,}: {c.n_layer} blocks of {block:,}, {outside:,} outside; vocabulary {V:,} ({known})",
-             f"Tokens       {tokens:,} in {'at least ' if c.batch_schedule == 'gns' else ''}{n_steps:,} steps of {least} to "
+             f"Tokens       {tokens:,} in {'at least ' if schedule.kind(c).measured else ''}{n_steps:,} steps of {least} to "
              f"{most} sequences of {c.block_size} ({c.batch_schedule}); {quantum} in one pass of {devices} x "
              f"{c.micro_batch_size}, accumulation {least // quantum} to {most // quantum}",
              f"FLOPs        {flops:.3g} ({flops_per_token(c, V):.3g} a token)"
@@ -201,13 +187,13 @@ def main(argv):
                 raise ConfigError(f"command line: {arg}: expected a number") from None
         else:
             rest.append(arg)
-    config = configurator.parse(rest)
     kinds = {k.lower(): k for k in KINDS}
     if options["kind"].lower() not in kinds:
         raise ConfigError(f"command line: --kind={options['kind']}: expected one of {', '.join(KINDS)}")
     if options["devices"] < 1 or not 0 < options["mfu"] <= 1:
         raise ConfigError("command line: --devices must be at least 1, --mfu above 0 and at most 1")
     from trainer import distributed
+    config = configurator.parse(rest, options["devices"])
     distributed.check(config, options["devices"], "cuda")
     print(text(config, options["devices"], kinds[options["kind"].lower()], options["mfu"]))
     return 0

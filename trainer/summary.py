@@ -7,6 +7,7 @@ import signal
 import torch
 
 import ln_kernel
+import schedule
 from trainer import log, noise
 
 
@@ -122,7 +123,7 @@ def schedule_summary(rows, steps, config):
                  f"{below:.0%} in batches below half of it")
     moves = [(r["event"].split(":")[0].removeprefix("batch "), r["tokens"]) for r in rows
              if r.get("event", "").startswith("batch ") and " -> " in r["event"]]
-    if config.batch_schedule == "gns":
+    if schedule.kind(config).measured:
         text += (f". The controller moved it {len(moves)} time{'s' if len(moves) != 1 else ''}"
                  + (": " + ", ".join(f"{move} at {log.count(tokens)}" for move, tokens in moves) if moves else ""))
     return text + "."

@@ -18,10 +18,10 @@ import torch.distributed as dist
 TIMEOUT = datetime.timedelta(minutes=30)  # of a collective: longer than rank 0 may take to write a checkpoint
 
 
-def connect(keeps_store=False):
+def connect(keeps_store=False, timeout=TIMEOUT):
     """The store where ranks meet: torchrun keeps it, or else rank 0. torchrun may keep it over a restart, with the addresses of
     dead ranks in it (its static rendezvous, torch 2.13), so every attempt has keys of its own."""
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=keeps_store, timeout=TIMEOUT,
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=keeps_store, timeout=timeout,
                           wait_for_workers=False)
     return dist.PrefixStore(f"rightbatch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
@@ -90,22 +90,6 @@ class Watchdog(threading.Thread):
         self.tell(f"rank {' and rank '.join(still)} died (killed, or failed: its own output says why)")
         return self.store.get("dead").decode()
 
-    def errors(self, mine):
-        """What the ranks leave with, as far as known within three seconds: {rank: message}."""
-        found = {}
-        try:
-            self.store.set(f"error/{self.rank}", mine)
-            deadline = time.monotonic() + 3
-            while len(found) < self.world and time.monotonic() < deadline:
-                for r in range(self.world):
-                    if r not in found and self.store.check([f"error/{r}"]):
-                        found[r] = self.store.get(f"error/{r}").decode()
-                time.sleep(0.05)
-            self.tell(f"rank {self.rank} left: {mine}")
-        except RuntimeError:
-            pass
-        return found
-
     def end(self, what):
         with self.lock:  # one thread speaks, and does not come back
             print(f"rank {self.rank} of {self.world}: {what}; this process ends, too. The same command with --resume=auto goes "
@@ -116,3 +100,22 @@ class Watchdog(threading.Thread):
     def close(self):
         self.closing.set()
         self.join()
+
+
+def exchange(watchdog, rank, world, mine, seconds=10):
+    """What the ranks leave with, as far as known within some seconds: {rank: message}."""
+    found = {}
+    try:
+        store = watchdog.store if watchdog else connect(timeout=datetime.timedelta(seconds=seconds))
+        store.set(f"error/{rank}", mine)
+        deadline = time.monotonic() + seconds
+        while len(found) < world and time.monotonic() < deadline:
+            for r in range(world):
+                if r not in found and store.check([f"error/{r}"]):
+                    found[r] = store.get(f"error/{r}").decode()
+            time.sleep(0.05)
+        if watchdog:
+            watchdog.tell(f"rank {rank} left: {mine}")
+    except RuntimeError:
+        pass
+    return found
