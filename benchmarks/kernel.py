@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 import ln_kernel
 from benchmarks.tools import geomean, interleave, plain, spread, write_json
+from rightbatch.kernels.backends import BACKENDS
 from trainer import hardware
 
 # B examples of T rows of C channels; per C a tensor that fits the caches and one that does not
@@ -59,7 +60,7 @@ def norm_variant(norm, inputs, dy, every=1):
 
 def operator_variant(x, w, b, dy, impl):
     """The kernels without autograd, as a copy is without: two operator calls."""
-    forward, backward = ln_kernel.BACKENDS[impl]
+    forward, backward = BACKENDS[impl].forward, BACKENDS[impl].backward
     x, w, b = x.detach(), w.detach(), b.detach()
     return variant(lambda: forward(x, w, b, 1e-5, False, x.dtype),
                    lambda out: backward(dy, x, w, out[1], None, False, True, True), dy.device.type)
@@ -100,7 +101,7 @@ def backward_from_memory(B, T, C, dtype, device="cpu"):
     """The memory floor and what is held against it, with tensors that are in no cache: each call gets the next of so many
     inputs that the caches forget them, and its output is held until these come again. The code stays warm: emptying the
     caches before each call would time the interpreter."""
-    forward, backward = ln_kernel.BACKENDS[ln_kernel.choose_impl(device)[0]]
+    backend = BACKENDS[ln_kernel.choose_impl(device)[0]]
     n = max(2, 4 * CACHES // (2 * B * T * C * BYTES[plain(dtype)]))
 
     def copy():
@@ -109,8 +110,8 @@ def backward_from_memory(B, T, C, dtype, device="cpu"):
 
     def alone():
         _, x, w, b, dy = (t.detach() for t in inputs_of(B, T, C, dtype, device))
-        stats = forward(x, w, b, 1e-5, False, dtype)[1]
-        return functools.partial(backward, dy, x, w, stats, None, False, True, True)
+        stats = backend.forward(x, w, b, 1e-5, False, dtype)[1]
+        return functools.partial(backend.backward, dy, x, w, stats, None, False, True, True)
 
     def through_autograd():
         _, x, w, b, dy = inputs_of(B, T, C, dtype, device)
