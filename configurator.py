@@ -89,7 +89,10 @@ class Config:
                                        "billions)")
     batch_file: str = opt("", BRANCH, "for file: a text file with lines of tokens and batch, straight lines between them; "
                                       "edit it while the run goes on")
-    batch_gns_factor: float = opt(1.0, BRANCH, "for gns: batch over noise scale; 1 balances tokens and steps, less reads "
+    batch_objective: str = opt("time", BRANCH, "for gns: time takes the batch that is fastest on this machine, from the noise "
+                                               "scale and what a step costs; tokens the smallest; balance batch_gns_factor x "
+                                               "the noise scale", tuple(schedule.OBJECTIVES))
+    batch_gns_factor: float = opt(1.0, BRANCH, "for balance: batch over noise scale; 1 balances tokens and steps, less reads "
                                                "fewer tokens in more steps, more the other way round", valid=ABOVE_0)
     batch_gns_margin: float = opt(0.1, BRANCH, "for gns: the interval must clear the batch by this share before it moves",
                                   valid=NOT_NEGATIVE)
@@ -125,6 +128,8 @@ class Config:
                                                     "less): longer is steadier, later", valid=AT_LEAST_1)
     gns_calibrate_tokens: int = opt(25_000, FIXED, "one exact step in so many tokens measures the factor from the norm "
                                                    "layers' noise scale to the whole model's; 0 = never", valid=NOT_NEGATIVE)
+    gns_metric: str = opt("adam", BRANCH, "by which noise scale the run is shown and steered: in the metric that Adam steps "
+                                          "in, which predicts steps better, or plain", ("adam", "plain"))
     gns_adam: bool = opt(True, FIXED, "also the noise scale in the metric that Adam steps in (each coordinate over sqrt(v))")
     gns_crosscheck: bool = opt(False, FIXED, "also the classical estimate, micro-batch gradients against the whole: noisier, "
                                              "and it holds a second copy of the gradient")

@@ -127,23 +127,31 @@ class Calibration:
     factor = (S_t / G_t) / (S_n / G_n) of averaged pairs (t total, n norm). Each is taken in units of the norm layers' present
     averages, so that steps of different times, whose gradients differ by orders of magnitude, count alike. Total and norm
     come from the same examples, so their errors largely cancel: the delta method on log(factor), with all covariances.
+    Once determined, the factor is held when its averages become undetermined again, with an interval that grows.
     """
+
+    DRIFT = 0.1  # how far log(factor) walks in a half-life: it was seen to spread by 0.03 to 0.14 over whole runs
 
     def __init__(self, half_life_tokens, early=None):
         self.averages = Averages(4, half_life_tokens, early)
         self.waiting = 0  # tokens since the last exact step: it stands for all of them
+        self.held, self.age = None, 0  # the last factor that was determined, as (value, spread of its logarithm); tokens since
 
     def update(self, scale, tokens, total_pair=None, norm_pair=None):
         """After every step: the norm layers' NoiseScale; the step's pairs (sq_norm, tr_sigma) where it was exact."""
         self.waiting += tokens
+        self.age += tokens
         if total_pair is None or not scale.gns:
             return
         s, g = scale.tr_sigma, scale.sq_norm
         self.averages.update((total_pair[1] / s, total_pair[0] / g, norm_pair[1] / s, norm_pair[0] / g), self.waiting)
         self.waiting = 0
+        measured = self.measured()
+        if measured:
+            self.held, self.age = measured, 0
 
-    def factor(self, level=0.95):
-        """(factor, low, high), or None while undetermined: some average not clearly above zero."""
+    def measured(self, level=0.95):
+        """(factor, half the interval of its logarithm) of the averages, or None: some average not clearly above zero."""
         z = self.averages.quantile(level)
         if z is None:
             return None
@@ -152,7 +160,14 @@ class Calibration:
             return None
         slope = [sign / m for sign, m in zip((1, -1, -1, 1), mean)]  # d log(factor) / d mean
         spread = z * math.sqrt(max(sum(slope[i] * cov[i][j] * slope[j] for i in range(4) for j in range(4)), 0.0))
-        value = mean[0] / mean[1] / (mean[2] / mean[3])
+        return mean[0] / mean[1] / (mean[2] / mean[3]), spread
+
+    def factor(self):
+        """(factor, low, high), or None while it has never been determined."""
+        if self.held is None:
+            return None
+        value, spread = self.held
+        spread = math.hypot(spread, 2 * self.DRIFT * math.sqrt(self.age / self.averages.half_life_tokens))
         return value, value * math.exp(-spread), value * math.exp(spread)
 
     def apply(self, scale):
@@ -167,10 +182,10 @@ class Calibration:
         return value, value * math.exp(-down), value * math.exp(up)
 
     def state_dict(self):
-        return {"waiting": self.waiting, "averages": self.averages.state_dict()}
+        return {"waiting": self.waiting, "held": self.held, "age": self.age, "averages": self.averages.state_dict()}
 
     def load_state_dict(self, state):
-        self.waiting = state["waiting"]
+        self.waiting, self.held, self.age = state["waiting"], state["held"], state["age"]
         self.averages.load_state_dict(state["averages"])
 
 

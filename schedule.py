@@ -6,10 +6,10 @@ Batches are in sequences and come in whole quanta (micro-batch x processes), so 
     linear     batch_size_start to batch_size over the run (Gray et al. 2024, arXiv 2411.00999)
     steps      batch_steps = "0:32, 50M:64, 200M:128"
     file       batch_file: lines of tokens and batch, straight lines between them, read again when the file changes
-    gns        Controller: follows the noise scale
+    gns        Controller: follows the noise scale, and what a step costs
 
-    plan = schedule.build(config, quantum)     # ValueError says what is wrong, by key, value and remedy
-    plan.at(tokens)                            # the batch of the step that starts there
+    batches = schedule.build(config, quantum)     # ValueError says what is wrong, by key, value and remedy
+    batches.at(tokens)                            # the batch of the step that starts there
 
 One class each, below; a schedule of your own is one more class, its name in SCHEDULES and its keys in configurator.Config.
 What has a memory (Controller, File) keeps it in a state_dict; a decision is a function of that and of its
@@ -32,6 +32,7 @@ class Schedule:
     fixed = ()  # keys that a resume may change in general, but not with this schedule
     measured = False  # batches follow from what the run measures: nobody knows them beforehand
     polls = False  # poll() is worth a call before each step
+    by_time = False  # decisions depend on the clock: each one is saved, so that a resumed run keeps it
 
     def __init__(self, config, quantum):
         self.config, self.quantum = config, quantum
@@ -56,8 +57,9 @@ class Schedule:
     def accept(self, news):
         """Take what poll() gave. Returns words for the log, or None."""
 
-    def observe(self, tokens, noise):
-        """Look at the noise scale, (value, low, high) or None, after `tokens`. Returns words for the log, or None."""
+    def observe(self, tokens, noise, cost=None):
+        """Look at the noise scale, (value, low, high) or None, and at what a step costs (StepTime.estimate), after `tokens`.
+        Returns words for the log, or None."""
 
     def walk(self, end, block_size):
         """(steps, tokens, smallest and largest batch) of a run to `end` tokens."""
@@ -198,13 +200,34 @@ class File(Schedule):
             raise ValueError(f"batch_file={self.path!r}, as the checkpoint has it: {e}") from None
 
 
-class Controller(Between):
-    """The batch that the noise scale asks for, with a safe hand.
+def balance(factor, noise, cost):
+    """Batch factor x N: at factor 1 twice the fewest possible tokens, in twice the fewest possible steps (McCandlish et al.
+    2018, arXiv 1812.06162)."""
+    words = "noise scale {:.4g} [{:.4g}, {:.4g}]".format(*noise) + (f" x {factor:g}" if factor != 1 else "")
+    return tuple(factor * n for n in noise), words
 
-    target = batch_gns_factor x noise scale, within [batch_size_start, batch_size]. At factor 1 the batch is the noise
-    scale: twice the fewest possible tokens, in twice the fewest possible steps (McCandlish et al. 2018). It grows
-    only if factor x the lower end of the 95% interval is above the batch by the margin, to at most twice the batch, and
-    not before the dwell is over; it shrinks only if allowed, by the same rule mirrored, and each change of direction
+
+def fastest(factor, noise, cost):
+    """(1 + N/B)(t0 + t1 B), the time to a loss up to a constant, is smallest at B = sqrt(N t0 / t1)."""
+    (n, n_low, n_high), (t0, t0_low, t0_high), (t1, t1_low, t1_high) = noise, cost["fixed"], cost["per_sequence"]
+    target = tuple(math.sqrt(a * b / c) for a, b, c in ((n, t0, t1), (n_low, t0_low, t1_high), (n_high, t0_high, t1_low)))
+    return target, (f"fastest batch {target[0]:.4g} [{target[1]:.4g}, {target[2]:.4g}], from noise scale {n:.4g} "
+                    f"[{n_low:.4g}, {n_high:.4g}], {1e3 * t0:.3g} ms a step and {1e3 * t1:.3g} ms a sequence")
+
+
+def fewest_tokens(factor, noise, cost):
+    return (0.0, 0.0, 0.0), "fewest tokens: the smallest batch"
+
+
+# what the controller aims at: (target, low, high) and words, from batch_gns_factor, noise scale and cost
+OBJECTIVES = {"time": fastest, "tokens": fewest_tokens, "balance": balance}
+
+
+class Controller(Between):
+    """The batch that an objective asks for (OBJECTIVES), with a safe hand, within [batch_size_start, batch_size].
+
+    It grows only if the lower end of the target's 95% interval is above the batch by the margin, to at most twice the batch,
+    and not before the dwell is over; it shrinks only if allowed, by the same rule mirrored, and each change of direction
     doubles the dwell before the next one: errors of the estimate cannot keep it swinging. Undetermined means hold.
     """
 
@@ -214,6 +237,7 @@ class Controller(Between):
     def __init__(self, config, quantum):
         super().__init__(config, quantum)
         self.smallest, self.largest = config.batch_size_start, config.batch_size
+        self.objective, self.by_time = OBJECTIVES[config.batch_objective], config.batch_objective == "time"
         self.factor, self.margin, self.shrink = config.batch_gns_factor, config.batch_gns_margin, config.batch_shrink
         self.dwell = config.batch_gns_dwell_tokens or config.gns_half_life_tokens
         self.batch, self.moved_tokens, self.reason = self.smallest, 0, ""
@@ -224,6 +248,9 @@ class Controller(Between):
         super().check(config, quantum)
         if config.gns == "off":
             raise ValueError("gns='off': batch_schedule=gns needs a noise scale: norm or exact")
+        if config.gns == "norm" and not config.gns_calibrate_tokens:
+            raise ValueError("gns_calibrate_tokens=0: batch_schedule=gns follows the whole model's noise scale, which the norm "
+                             "layers' tells only with a measured factor: give it some tokens, or gns=exact")
         if config.batch_size_start < 2:
             raise ValueError(f"batch_size_start={config.batch_size_start}: batch_schedule=gns needs at least 2: a step of one "
                              "example has no noise scale")
@@ -235,9 +262,9 @@ class Controller(Between):
         """The fewest steps there can be, all of the largest batch."""
         return all_of(self.largest, end, block_size, smallest=self.smallest)
 
-    def observe(self, tokens, noise):
+    def observe(self, tokens, noise, cost=None):
         """Words of every move, and of a refusal when its reason is another than the last time; else None."""
-        batch, reason, words = self.judge(tokens, noise)
+        batch, reason, words = self.judge(tokens, noise, cost)
         if batch != self.batch:
             text = f"batch {self.batch} -> {batch}: {words}"
             direction = 1 if batch > self.batch else -1
@@ -250,7 +277,7 @@ class Controller(Between):
         self.reason = reason
         return f"batch held at {batch}: {words}"
 
-    def judge(self, tokens, noise):
+    def judge(self, tokens, noise, cost):
         """(batch, kind of refusal or '', words)"""
         batch = self.batch
         if batch == self.largest and not self.shrink:
@@ -259,8 +286,9 @@ class Controller(Between):
             return batch, "dwell", f"no move before {self.moved_tokens + self.dwell:,} tokens (batch_gns_dwell_tokens)"
         if noise is None or not all(map(math.isfinite, noise)):
             return batch, "undetermined", "the noise scale is undetermined"
-        value, low, high = (self.factor * v for v in noise)
-        says = "noise scale {:.4g} [{:.4g}, {:.4g}]".format(*noise) + (f" x {self.factor:g}" if self.factor != 1 else "")
+        if self.by_time and cost is None:
+            return batch, "no cost", "what a step costs is not known yet"
+        (value, low, high), says = self.objective(self.factor, noise, cost)
         wanted = 1 if low > batch * (1 + self.margin) else -1 if high < batch / (1 + self.margin) else 0
         turned = self.moved_tokens + self.dwell * 2 ** (self.turns + 1)
         if self.shrink and wanted == -self.direction and tokens < turned:
@@ -304,12 +332,12 @@ def kind(config):
 
 def build(config, quantum, saved=None):
     """The schedule of a run; `saved` is its state in a checkpoint."""
-    plan = kind(config)(config, quantum)
+    batches = kind(config)(config, quantum)
     if saved:
-        plan.load(saved)
+        batches.load(saved)
     else:
-        plan.start()
-    return plan
+        batches.start()
+    return batches
 
 
 def all_of(batch, end, block_size, smallest):

@@ -96,7 +96,7 @@ def train(config, ranks, device):
         with run.clock.paused():
             if run.passed(config.eval_tokens):
                 run.evaluated(validation_loss(step, data))
-            if stopping or run.passed(config.checkpoint_tokens):
+            if stopping or run.moved or run.passed(config.checkpoint_tokens):
                 run.save()
 
     run.out.close()

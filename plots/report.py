@@ -56,13 +56,13 @@ def draw_noise(ax, rows, name, color, alone):
     measured = [row for row in rows if "gns/norm" in row]
     if not measured:
         return
-    key = noise.shown(measured)
-    tokens, value = series(measured, key)
-    low, high = (series(measured, key + end)[1] for end in ("_low", "_high"))
+    nan = float("nan")
+    tokens, found = [row["tokens"] for row in measured], [noise.noise(row) or (nan, nan, nan) for row in measured]
+    value, low, high = zip(*found)
     ax.fill_between(tokens, [max(v, 1e-2) for v in low], high, color=color, alpha=0.2, lw=0,
                     label="95% interval" if alone else None)
-    ax.plot(tokens, value, color=color, label=f"noise scale, {noise.NOISE[key]}" if alone else f"{name}, noise scale")
-    if alone and key != "gns/norm":
+    ax.plot(tokens, value, color=color, label=f"noise scale, {noise.words(measured[-1])}" if alone else f"{name}, noise scale")
+    if alone:
         ax.plot(*series(rows, "gns/norm"), color=color, lw=1, ls=":", label="noise scale, the norm layers")
     known = [v for v in value if v == v] + batch
     ax.set_ylim(max(0.05, min(known) / 3), max(known) * 3)

@@ -28,6 +28,8 @@ import torch
 from rightbatch import gns
 
 EARLY = 0.2  # averages never look back further than about this share of the tokens seen so far
+# rows of the probes that hold squared norms, and the name of |G|^2 in the record: plain, and in the optimizer's metric
+PLAIN, ADAM = (slice(0, 2), "param_sq"), (slice(2, 4), "param_psq")
 
 
 class Tracker:
@@ -45,13 +47,11 @@ class Tracker:
         inside = {"norm": self.members["norm"]["norm"][1], "exact": covered}
         self.watched = {kind: {n: p for (n, p), own in zip(parameters.items(), mask) if own} for kind, mask in inside.items()}
         self.groups = list(self.members[mode]) if mode != "off" else []
-
-        def scales(names):
-            return {name: gns.NoiseScale(half_life_tokens, EARLY) for name in names}
-        self.scales = scales(self.groups)
-        if metric and mode != "off":
-            self.scales |= scales(f"{group}_adam" for group in self.groups if not group.startswith("block_"))
-        self.calibration = gns.Calibration(half_life_tokens, EARLY) if mode == "norm" and calibrate_tokens else None
+        self.metrics = {"": PLAIN} | ({"_adam": ADAM} if metric else {})
+        self.scales = {group + suffix: gns.NoiseScale(half_life_tokens, EARLY) for suffix in self.metrics
+                       for group in self.groups if not (suffix and group.startswith("block_"))}
+        calibrated = self.metrics if mode == "norm" and calibrate_tokens else ()
+        self.calibrations = {suffix: gns.Calibration(half_life_tokens, EARLY) for suffix in calibrated}
         self.norm_sites = [i for i, site in enumerate(sites["exact"]) if site[1] == "norm"]
         self.probes, self.taken, self.weights = {}, [], None
         self.last, self.newest = {}, None  # numbers of the newest step alone; its mode and example_sq
@@ -63,9 +63,9 @@ class Tracker:
         self.taken, self.weights, self.step_mode = [], None, self.mode
         if self.mode == "off":
             return {}
-        if self.calibration and (before == 0 or crossed(before, after, self.calibrate_tokens)):
+        if self.calibrations and (before == 0 or crossed(before, after, self.calibrate_tokens)):
             self.step_mode = "exact"
-        elif self.metric:
+        if self.metric:
             self.weights = self.metric(self.watched[self.step_mode])
         probes = self.zeros(len(self.sites[self.step_mode]), 4 if self.weights else 2)
         return {"probes": probes, "metrics": self.weights[1] if self.weights else None}
@@ -111,19 +111,22 @@ class Tracker:
         self.last, self.newest = {}, (mode, sq)
         if B == 1:
             return  # one example says nothing about noise
-        site_sq = sq[:, :, :2].sum((0, 2, 3))
-        pairs = {group: pair(site_sq[sites], record["param_sq"][params], B)
-                 for group, (sites, params) in self.members[mode].items() if group in self.scales or group == "total"}
-        for group in self.groups:
-            sq_norm, tr_sigma = pairs[group]
-            self.scales[group].update(sq_norm, tr_sigma, tokens)
-            self.last |= {f"gns/{group}_step_sq_norm": sq_norm, f"gns/{group}_step_tr_sigma": tr_sigma}
-        if sq.shape[2] > 2:  # measured in the optimizer's metric, too
-            for group, (sites, params) in self.members[mode].items():
-                if f"{group}_adam" in self.scales:
-                    self.scales[f"{group}_adam"].update(*pair(sq[:, sites, 2:], record["param_psq"][params], B), tokens)
-        if self.calibration:
-            self.calibration.update(self.scales["norm"], tokens, *((pairs["total"], pairs["norm"]) if mode == "exact" else ()))
+        for suffix, (rows, whole) in self.metrics.items():
+            if rows.start < sq.shape[2]:  # there is no metric before the optimizer's first step
+                self.absorb_metric(suffix, sq[:, :, rows].sum((0, 2, 3)), record[whole], mode, B, tokens)
+
+    def absorb_metric(self, suffix, site_sq, param_sq, mode, B, tokens):
+        """One step in one metric: site_sq (S,) summed over examples, param_sq (P,) of the mean gradient."""
+        pairs = {group: pair(site_sq[sites], param_sq[params], B) for group, (sites, params) in self.members[mode].items()
+                 if group + suffix in self.scales or group == "total"}
+        for group, (sq_norm, tr_sigma) in pairs.items():
+            if group + suffix in self.scales:
+                self.scales[group + suffix].update(sq_norm, tr_sigma, tokens)
+                if not suffix:
+                    self.last |= {f"gns/{group}_step_sq_norm": sq_norm, f"gns/{group}_step_tr_sigma": tr_sigma}
+        if suffix in self.calibrations:
+            both = (pairs["total"], pairs["norm"]) if mode == "exact" else ()
+            self.calibrations[suffix].update(self.scales["norm" + suffix], tokens, *both)
 
     def example_sq(self, sq, mode, B, loss_scale):
         """|g_b|^2 as (micro-batch, site, row, example of the micro-batch); rows: weight, bias, perhaps both in the metric. Each
@@ -139,20 +142,20 @@ class Tracker:
             own = sq[:, self.norm_sites] if mode != self.mode else sq  # a calibration step logs what its neighbours do
             row |= example_statistics(own[:, :, :2].sum((1, 2)).reshape(-1))
         row |= scale_row(self.scales)
-        if self.calibration:
-            row |= named("gns/calibration", self.calibration.factor())
-            row |= named("gns/calibrated", self.calibration.apply(self.scales["norm"]))
+        for suffix, calibration in self.calibrations.items():
+            row |= named(f"gns/calibration{suffix}", calibration.factor())
+            row |= named(f"gns/calibrated{suffix}", calibration.apply(self.scales["norm" + suffix]))
         return row
 
     def state_dict(self):
         return {"scales": {name: scale.state_dict() for name, scale in self.scales.items()},
-                "calibration": self.calibration.state_dict() if self.calibration else None}
+                "calibrations": {suffix: calibration.state_dict() for suffix, calibration in self.calibrations.items()}}
 
     def load_state_dict(self, state):
         for name, scale in self.scales.items():
             scale.load_state_dict(state["scales"][name])
-        if self.calibration:
-            self.calibration.load_state_dict(state["calibration"])
+        for suffix, calibration in self.calibrations.items():
+            calibration.load_state_dict(state["calibrations"][suffix])
 
 
 def membership(sites, names):

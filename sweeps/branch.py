@@ -144,9 +144,8 @@ def result_of(rows, base_steps, start, window, batch, tolerance):
             if not entry["within"]:
                 break
             largest = entry
-    key = noise.shown(base_steps)
-    known = next((r for r in reversed(base_steps) if noise.noise(r, key)), None)
-    found = known and dict(zip(("value", "low", "high"), noise.noise(known, key)), of=noise.NOISE[key], tokens=known["tokens"])
+    known = next((r for r in reversed(base_steps) if noise.noise(r)), None)
+    found = known and dict(zip(("value", "low", "high"), noise.noise(known)), of=noise.words(known), tokens=known["tokens"])
     return {"at": start, "window": window, "tolerance": tolerance, "batch_size": batch, "branches": branches,
             "largest_within": largest["batch_size"], "first_beyond": next(
                 (e["batch_size"] for e in branches if e["factor"] > largest["factor"]), None), "noise_scale": found}

@@ -171,7 +171,7 @@ def final_values(rows):
     steps = [r for r in rows if "train/loss" in r]
     val = [r["val/loss"] for r in rows if r.get("val/loss") is not None]
     late = [r["train/loss"] for r in steps[-max(1, len(steps) // 10):] if r["train/loss"] is not None]
-    found = noise.noise(steps[-1], noise.shown(steps))
+    found = noise.noise(steps[-1])
     return {"val_loss": val[-1] if val else None, "train_loss": float(np.mean(late)) if late else None,
             "tokens": steps[-1]["tokens"], "steps": steps[-1]["step"], "seconds": steps[-1]["seconds"],
             "noise_scale": found and found[0]}

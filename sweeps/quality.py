@@ -107,9 +107,8 @@ def average(rows, micro, beta1=0.9):
         row[f"{part}_growth"] = {k * micro: float(np.mean([r[f"grad/{part}_after_{k}" if k < accum else f"grad/{part}"]
                                                            for r in late])) for k in grown}
     row["gains"] = gains([grown], micro)
-    key = noise.shown(steps)
-    found = noise.noise(steps[-1], key)
-    row["noise_scale"] = found and dict(zip(("value", "low", "high"), found), of=noise.NOISE[key])
+    found = noise.noise(steps[-1])
+    row["noise_scale"] = found and dict(zip(("value", "low", "high"), found), of=noise.words(steps[-1]))
     return row
 
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from configurator import ConfigError
-from rightbatch.tracker import crossed
-from trainer import checkpoint, hardware, log, noise, summary
+from rightbatch.tracker import crossed, named
+from trainer import checkpoint, hardware, log, noise, step_time, summary
 from trainer.step import fetch
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
@@ -37,7 +37,7 @@ class Run:
         self.count, self.end = Counters(), config.end_tokens()
         self.branched, self.resumed = bool(saved and saved.get("branched")), bool(saved and not saved.get("branched"))
         self.pending, self.last = [], {}  # records on the device; numbers of the newest step that was fetched
-        self.out, self.signals = log.NoLog(), []
+        self.out, self.signals, self.moved = log.NoLog(), [], False
         ranks.seed(config.seed, 0)
         self.streams_go_on = True
         if saved:
@@ -45,6 +45,7 @@ class Run:
             step.optimizer.scaler.load_state_dict(saved["scaler"])
             self.count = Counters(**saved["state"])
             step.load_state_dict(saved["gns"])
+            step.timer.load_state_dict(saved.get("step_time"))
             self.streams_go_on = ranks.restore_rng(saved["rng"], config.seed, self.count.step)
         if self.branched:
             self.count.best_val_loss = self.count.wandb_id = None
@@ -88,11 +89,15 @@ class Run:
         ranks, step = self.ranks, self.step
         whole = {"model": ranks.whole_model(step.model), "optimizer": ranks.whole_optimizer(step.optimizer),
                  "rng": ranks.rng_state()}
+        self.moved = False
         if ranks.first:
+            cost = step_time.row(step.timer.estimate())
+            if cost:
+                checkpoint.write_json(os.path.join(self.config.out_dir, "step_time.json"), cost)
             checkpoint.save(self.config.out_dir, {
                 **whole, "scaler": step.optimizer.scaler.state_dict(), "state": asdict(self.count), "gns": step.state_dict(),
-                "schedule": self.batches.state_dict(), "config": asdict(self.config), "vocab_size": self.data.vocab_size,
-                "data": self.data.meta, "data_checksum": self.data.checksum})
+                "step_time": step.timer.state_dict(), "schedule": self.batches.state_dict(), "config": asdict(self.config),
+                "vocab_size": self.data.vocab_size, "data": self.data.meta, "data_checksum": self.data.checksum})
 
     # -- after a step
 
@@ -145,14 +150,18 @@ class Run:
                "bad_steps": count.bad_steps}
         row |= {key: value for key, value in (("beta2", beta2), ("weight_decay", weight_decay))
                 if getattr(config, f"{key}_scaling") != "none"}
-        row |= self.step.row()
+        cost = self.ranks.from_first(self.step.timer.estimate)
+        row |= self.step.row() | step_time.row(cost)
+        row |= named("gns", noise.noise(row, noise.noise_key(config)))
         self.out.write(row)
         speed = (seconds - self.opened.seconds) / (count.tokens - self.opened.tokens)
         self.out.say(summary.describe(row, config, max(0, self.end - count.tokens) * speed))
         self.logged = Mark(count.step, count.tokens, seconds)
         # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
         if self.at_log_line() and count.tokens < config.max_tokens:
-            self.event(self.batches.observe(count.tokens, noise.noise(row, noise.noise_key(config))))
+            before = self.batches.at(count.tokens)
+            self.event(self.batches.observe(count.tokens, noise.noise(row), cost))
+            self.moved = self.batches.by_time and self.batches.at(count.tokens) != before
 
     def evaluated(self, loss):
         count = self.count

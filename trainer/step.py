@@ -20,6 +20,7 @@ from rightbatch.tracker import Tracker, local, scale_row
 from trainer import hardware
 from trainer.grad_stats import GradStats
 from trainer.optimizer import Optimizer
+from trainer.step_time import StepTime
 
 
 @dataclass
@@ -29,6 +30,7 @@ class Record:
     mode: str  # which sites were measured: off, norm or exact
     batch_size: int
     tokens: int
+    moments: tuple | None = None  # of the clock, see step_time
 
 
 class TrainingStep:
@@ -55,6 +57,9 @@ class TrainingStep:
             self.crosscheck = CrossCheck(list(self.parameters.values()), groups, config.micro_batch_size,
                                          config.gns_half_life_tokens, ranks.world, ranks.average)
         self.stats = GradStats(list(self.parameters.values()), self.optimizer, ranks)
+        last_ready = None if ranks.sharded else model.wpe.weight  # embeddings come last in a backward pass
+        quantum = config.micro_batch_size * ranks.world
+        self.timer = StepTime(device, quantum, config.gns_half_life_tokens, ranks.world, last_ready)
 
     def metric(self, named):
         """The optimizer's metric of these parameters, or None: (this process's part of each, each whole)."""
@@ -67,6 +72,7 @@ class TrainingStep:
 
     def accumulate(self, micro_batches, accum, before, after, measure_stats=False):
         """The gradient of a step that goes from `before` to `after` tokens, from `accum` micro-batches (x, y)."""
+        self.timer.begin()
         self.tokens, self.batch_size = after - before, accum * self.config.micro_batch_size * self.ranks.world
         self.given = self.tracker.begin(before, after)
         self.stats.begin(accum, measure_stats)
@@ -80,6 +86,7 @@ class TrainingStep:
             self.backward(loss / accum)
             self.loss += loss.detach() / accum
             self.take(accum)
+            self.timer.micro_step()
         if self.crosscheck:
             self.crosscheck.release()
 
@@ -105,6 +112,7 @@ class TrainingStep:
         self.optimizer.set(lr, beta2, weight_decay)
         self.optimizer.clip_and_step(record.numbers)
         record.numbers.update(self.summed(self.stats.after_update()))
+        record.moments = self.timer.end()
         return record
 
     def measure(self):
@@ -133,6 +141,8 @@ class TrainingStep:
     def absorb(self, values, record):
         """Bring the averages up to date with a step, from its values (see fetch)."""
         self.stats.absorb(values)
+        if record.moments:
+            self.timer.absorb(record.moments, record.tokens)
         if values["bad"][0] == 0:
             self.tracker.absorb(values, record.mode, record.batch_size, record.tokens)
             if self.crosscheck:

@@ -46,14 +46,22 @@ def stopped(run, number):
 
 def describe(row, config, seconds_left):
     """The line of a logged step."""
-    words = "gns off" if config.gns == "off" else "gns undetermined"
-    key = noise.shown([row])
-    if noise.noise(row, key):
-        words = "{} {:.3g} [{:.3g}, {:.3g}]".format("norm gns" if key == "gns/norm" else "gns", *noise.noise(row, key))
     return (f"step {row['step']:>6} | {log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%} | "
-            f"loss {row['train/loss']:.4f} | batch {row['batch_size']:>3} | {words:<22} | "
+            f"loss {row['train/loss']:.4f} | batch {row['batch_size']:>3} | {noise_words(row, config):<22} | "
             f"{log.count(row['tok_per_sec']):>5} tok/s, mfu {row['mfu']:3.0%} | {log.duration(seconds_left)} left"
             + (f" | {row['bad_steps']} steps skipped, not finite" if row["bad_steps"] else ""))
+
+
+def noise_words(row, config):
+    """The noise scale of a row, or why there is none. The norm layers' own is called so: it is not a batch to take."""
+    found, own = noise.noise(row), noise.noise(row, "gns/norm")
+    if config.gns == "off":
+        return "gns off"
+    if found:
+        return "gns {:.3g} [{:.3g}, {:.3g}]".format(*found)
+    if own and not config.gns_calibrate_tokens:
+        return "norm layers {:.3g} [{:.3g}, {:.3g}]".format(*own)
+    return "gns calibrating" if own else "gns undetermined"
 
 
 def finished(run):
@@ -80,30 +88,33 @@ def noise_summary(steps, config):
         return ["The noise scale was not measured (gns=off)."]
     if config.batch_size == 1:
         return ["A step of one example has no noise scale: give batch_size=2 or more to measure it."]
-    end, key = steps[-1], noise.shown(steps)
-    known = [row for row in steps if noise.noise(row, key)]
-    if not noise.noise(end, key):
+    end, known = steps[-1], [row for row in steps if noise.noise(row)]
+    own = noise.noise(end, "gns/norm")
+    if noise.noise_key(config) is None:
+        return ["The norm layers' noise scale is " + ("{:.3g} [{:.3g}, {:.3g}]".format(*own) if own else "undetermined")
+                + ". The whole model's is proportional to it, not equal: gns_calibrate_tokens measures the factor."]
+    if not known:
         return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
                 "Try a longer gns_half_life_tokens or a larger batch_size."]
-    g, low, high = noise.noise(end, key)
+    end = known[-1]
+    g, low, high = noise.noise(end)
     nearest = [min(known, key=lambda row: abs(row["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
     path = {row["step"]: row for row in nearest if row is not end}.values()
-    over = "".join(f"{row[key]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']}), " for row in path)
+    over = "".join(f"{noise.noise(row)[0]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']}), "
+                   for row in path)
     B = end["batch_size"]
     verdict = (f"{B / g:.1f} times that: steps are cleaner than they need to be, a smaller batch would learn more per token"
                if B > 1.5 * g > 0 else
                f"{g / B:.1f} times less: steps are noisy, a larger batch would cost few extra tokens and save steps"
                if g > 1.5 * B else "about that: tokens and steps are well balanced")
-    lines = [f"Noise scale of {noise.NOISE[key]}, in sequences: {over}{g:.3g} at the end "
+    lines = [f"Noise scale of {noise.words(end)}, in sequences: {over}{g:.3g} at the end "
              f"(95% interval {low:.3g} to {high:.3g}), which is {log.count(g * config.block_size)} tokens.",
              f"It suggests a batch of about {max(2, round(g))} sequences. This run ended at {B}, {verdict}."]
-    if key == "gns/calibrated":
-        factor, low, high = (end[f"gns/calibration{suffix}"] for suffix in ("", "_low", "_high"))
-        lines.append(f"It is the norm layers' {end['gns/norm']:.3g} times {factor:.2f} (95% interval {low:.2f} to {high:.2f}), "
-                     "measured by exact steps on the way.")
-    elif config.gns == "norm":
-        lines.append("The whole model's noise scale is proportional to the norm layers', not equal to it: "
-                     "gns_calibrate_tokens measures the factor.")
+    if config.gns == "norm":
+        suffix = "_adam" if noise.metric(config) == "adam" else ""
+        factor, low, high = (end[f"gns/calibration{suffix}{part}"] for part in ("", "_low", "_high"))
+        lines.append(f"It is the norm layers' {end[f'gns/norm{suffix}']:.3g} times {factor:.2f} (95% interval {low:.2f} to "
+                     f"{high:.2f}), measured by exact steps on the way.")
     return lines
 
 
@@ -113,9 +124,8 @@ def schedule_summary(rows, steps, config):
     text = f"The schedule ({config.batch_schedule}) " + (
         f"kept the batch at {last}" if all(r["batch_size"] == last for r in steps) else
         f"took the batch from {first} to {last}")
-    key = noise.shown(steps)
-    known = [(row["tokens"] - before["tokens"], row["batch_size"] / row[key])
-             for before, row in zip([{"tokens": 0}, *steps], steps) if row.get(key)]
+    known = [(row["tokens"] - before["tokens"], row["batch_size"] / noise.noise(row)[0])
+             for before, row in zip([{"tokens": 0}, *steps], steps) if noise.noise(row) and noise.noise(row)[0] > 0]
     if known:
         total = sum(tokens for tokens, _ in known)
         above, below = (sum(t for t, r in known if test(r)) / total for test in (lambda r: r > 2, lambda r: r < 0.5))
