@@ -346,7 +346,7 @@ def test_gradient_norm_is_logged_before_clipping_and_with_clipping_off(tmp_path,
 
 
 def test_importing_touches_nothing_and_loads_nothing_heavy():
-    code = ("import sys; sys.argv = ['x', '--nonsense']; import train, sample, plot, log; "
+    code = ("import sys; sys.argv = ['x', '--nonsense']; import train, sample, plot; from trainer import log; "
             "print([m for m in ('wandb', 'datasets', 'tiktoken', 'matplotlib') if m in sys.modules])")
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert result.stdout.strip() == "[]", result.stdout + result.stderr
