@@ -280,7 +280,7 @@ def fit(c, processes, typed):
         unit = quantum if chosen else processes
         new["batch_size_start"] = -(-c.batch_size_start // unit) * unit
     sizes = said(lambda: kind.sizes(dataclasses.replace(c, **new)))
-    share = math.gcd(*(size // processes for size in sizes if size % processes == 0))  # the check names the other ones
+    share = math.gcd(*(-(-size // processes) for size in sizes))  # a batch that cannot be shared is the check's to name
     if share and not chosen:
         new["micro_batch_size"] = max(m for m in range(1, c.micro_batch_size + 1) if share % m == 0)
     new = {key: value for key, value in new.items() if value != getattr(c, key)}

@@ -346,7 +346,7 @@ def test_steps_share_a_model_but_not_their_norm_layers_implementation(monkeypatc
     shape = dict(n_layer=1, n_head=1, n_embd=8, block_size=4, vocab_size=5)
     a = tools.Step(shape, 2, "off", norm_impl=first)
     b = tools.Step(shape, 2, "off", norm_impl=second, like=a)
-    assert a.model is b.model and a.optimizer is b.optimizer
+    assert a.model is b.model and a.inner.optimizer is b.inner.optimizer
     seen = []
     for name in ("layer_norm", "add_layer_norm"):
         original = getattr(ln_kernel, name)
@@ -389,7 +389,7 @@ def test_a_benchmarked_step_is_charged_for_the_averages(tiny_models):
     step = tools.Step(tiny_models, 3, "norm")
     step()
     step()
-    scale = step.tracker.scales["norm"]
+    scale = step.inner.tracker.scales["norm"]
     assert scale.averages.updates == 2 and scale.tr_sigma > 0
 
 

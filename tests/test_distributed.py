@@ -134,8 +134,8 @@ def runs(tmp_path_factory, tiny_data):
     (folder / "batches.txt").write_text("0 4\n300 12\n")
     two = [(settings(f"2-{p}-{g}", gns=g, parallel=p, micro_batch_size=2), None) for p, g in VARIANTS]
     two += [(dict(settings(f"2-{name}"), **{**SHORT, "micro_batch_size": 2, **more}), None) for name, more in {
-        "gns": dict(batch_schedule="gns", gns_calibrate_tokens=0, batch_gns_factor=8, gns_half_life_tokens=500,
-                    max_tokens=3200),
+        "gns": dict(batch_schedule="gns", gns="exact", gns_metric="plain", batch_objective="balance", batch_gns_factor=8,
+                    gns_half_life_tokens=500, max_tokens=3200),
         "file": dict(batch_schedule="file", batch_file=str(folder / "batches.txt")),
         "stats-ddp": STATS, "stats-fsdp": dict(STATS, parallel="fsdp"),
         "cross": dict(gns_crosscheck=True), "muon": dict(optimizer="muon"), "bf16-ddp": dict(dtype="bfloat16"),
@@ -282,7 +282,7 @@ def test_only_rank_0_writes_and_speaks(runs):
     assert out.count("step      3 |") == 14  # each run once; the last stops at step 1
     assert out.count("parameters on cpu") == 15 and out.count("gns_adam is off") == 1
     left = {f.name for f in (runs / "2-ddp-norm").iterdir() if not f.name.startswith("ckpt-")}
-    assert left == {"ckpt.pt", "config.json", "log.jsonl"}
+    assert left == {"ckpt.pt", "config.json", "log.jsonl", "step_time.json"}
     assert json.load(open(runs / "2-ddp-norm" / "config.json"))["processes"] == 2
 
 
@@ -359,7 +359,7 @@ def test_a_config_file_whose_batches_do_not_divide_trains_and_resumes_on_two_pro
     config = tmp_path / "config.py"
     config.write_text("".join(f"{k} = {v!r}\n" for k, v in dict(
         SHORT, dataset=tiny_data, micro_batch_size=4, batch_size=12, batch_size_start=4, max_tokens=1600).items()))
-    code = (f"import sys; sys.path.insert(0, {ROOT!r}); import train; train.summary = lambda config: ''; "
+    code = (f"import sys; sys.path.insert(0, {ROOT!r}); import train; train.summary.closing = lambda config: ''; "
             "sys.exit(train.main(sys.argv[1:]))")
     (tmp_path / "main.py").write_text(code)
     args = [str(tmp_path / "main.py"), str(config)]

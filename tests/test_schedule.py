@@ -87,7 +87,7 @@ def test_a_schedule_is_one_class_for_trainer_checks_resume_and_plan(tmp_path, ti
         def at(self, tokens):
             return self.config.batch_size if tokens // 640 % 2 else self.quantum
 
-        def observe(self, tokens, noise):
+        def observe(self, tokens, noise, cost=None):
             self.seen += 1
 
         def state_dict(self):
@@ -208,7 +208,8 @@ def test_impossible_schedule_keys_are_one_clear_line(overrides, words):
 # -- the controller
 
 def controller(**keys):
-    keys = {"batch_schedule": "gns", "batch_size_start": 8, "batch_size": 256, "batch_gns_dwell_tokens": 1000, **keys}
+    keys = {"batch_schedule": "gns", "batch_size_start": 8, "batch_size": 256, "batch_gns_dwell_tokens": 1000,
+            "batch_objective": "balance", **keys}
     return Controller(Config(**keys), 8)
 
 
@@ -264,6 +265,7 @@ def test_whatever_it_sees_the_controller_stays_in_bounds_in_quanta_and_within_it
     quantum = rng.choice([1, 4, 8, 12])
     smallest = quantum * rng.randint(1, 4)
     c = Controller(Config(batch_size_start=smallest, batch_size=smallest + quantum * rng.randint(0, 60), batch_shrink=shrink,
+                          batch_objective="balance",
                           batch_gns_dwell_tokens=rng.choice([1, 500]), batch_gns_factor=rng.choice([0.3, 1, 4]),
                           batch_gns_margin=rng.choice([0, 0.1, 1])), quantum)
     moved, tokens = 0, 0
@@ -314,16 +316,43 @@ def test_the_controller_is_a_function_of_its_inputs_and_resumes_from_its_state()
     assert sum(" -> " in (s or "") for s in said) >= 3
 
 
-def test_the_controller_follows_the_whole_models_noise_scale_where_there_is_one():
-    assert noise.noise_key(Config(gns="exact")) == "gns/total"
-    assert noise.noise_key(Config(gns="norm", gns_calibrate_tokens=1000)) == "gns/calibrated"
-    assert noise.noise_key(Config(gns="norm", gns_calibrate_tokens=0)) == "gns/norm"
-    config = Config(batch_schedule="gns", gns_half_life_tokens=10)
-    plan, key = build(config, 8), noise.noise_key(config)
+def test_a_run_goes_by_the_whole_models_noise_scale_in_its_metric_and_never_by_the_norm_layers():
+    assert noise.noise_key(Config(gns="exact")) == "gns/total_adam"
+    assert noise.noise_key(Config(gns="exact", gns_metric="plain")) == "gns/total"
+    assert noise.noise_key(Config(gns="norm", gns_calibrate_tokens=1000)) == "gns/calibrated_adam"
+    assert noise.noise_key(Config(gns="norm", optimizer="muon")) == "gns/calibrated"
+    assert noise.noise_key(Config(gns="norm", gns_adam=False)) == "gns/calibrated"
+    assert noise.noise_key(Config(gns="exact", parallel="fsdp")) == "gns/total"
+    assert noise.noise_key(Config(gns="norm", gns_calibrate_tokens=0)) is noise.noise_key(Config(gns="off")) is None
     row = {"gns/norm": 90.0, "gns/norm_low": 80.0, "gns/norm_high": 99.0, "gns/calibrated": None}
-    assert "undetermined" in plan.observe(1000, noise.noise(row, key)) and plan.at(1000) == 8
+    assert noise.noise(row) is None
     row |= {"gns/calibrated": 60.0, "gns/calibrated_low": 50.0, "gns/calibrated_high": 70.0}
-    assert "8 -> 16" in plan.observe(2000, noise.noise(row, key)) and plan.at(2000) == 16
+    assert noise.noise(row) == (60.0, 50.0, 70.0) and noise.words(row) == "the whole model"
+    row |= {"gns/calibrated_adam": 61.0, "gns": 61.0, "gns_low": 1.0, "gns_high": 99.0}
+    assert noise.noise(row) == (61.0, 1.0, 99.0) and noise.words(row) == "the whole model in Adam's metric"
+    with pytest.raises(ConfigError, match="gns_calibrate_tokens=0: .*gns=exact"):
+        configurator.parse(["--batch_schedule=gns", "--gns_calibrate_tokens=0"])
+
+
+COST = {"fixed": (0.4, 0.39, 0.41), "per_sequence": (0.01, 0.0099, 0.0101)}  # t0 / t1 is 40 sequences
+
+
+def test_by_time_the_controller_goes_to_sqrt_of_noise_scale_times_fixed_over_per_sequence_cost():
+    c = controller(batch_objective="time", batch_size_start=32, batch_gns_factor=7)
+    assert "not known yet" in c.observe(1000, (90, 80, 100), None) and c.batch == 32
+    text = c.observe(1001, (90, 80, 100), COST)  # sqrt(90 x 40) = 60
+    assert text.startswith("batch 32 -> 64: fastest batch 60 [")
+    assert "from noise scale 90 [80, 100], 400 ms a step and 10 ms a sequence" in text
+    assert "not clear" in c.observe(3000, (90, 80, 100), COST) and c.batch == 64
+    assert c.observe(4000, (1e4, 9e3, 1.1e4), COST).startswith("batch 64 -> 128"), "at most double"
+    free = {"fixed": (0.0, 0.0, 0.0), "per_sequence": (0.01, 0.0099, 0.0101)}
+    c = controller(batch_objective="time")
+    assert "asks for less" in c.observe(1000, (90, 80, 100), free) and c.batch == 8, "no fixed cost: the smallest batch"
+
+
+def test_by_tokens_the_controller_stays_at_the_smallest_batch():
+    c = controller(batch_objective="tokens")
+    assert "fewest tokens" in c.observe(1000, (90, 80, 100), COST) and c.batch == 8
 
 
 # -- coupling
@@ -395,7 +424,8 @@ def test_every_schedule_goes_over_a_stop_and_a_resume_unchanged(tmp_path, tiny_a
 
 
 GNS = dict(batch_schedule="gns", batch_size_start=4, batch_size=64, batch_gns_factor=40, batch_gns_dwell_tokens=600,
-           gns_calibrate_tokens=0, gns_half_life_tokens=2000, max_tokens=12_000, warmup_tokens=320, log_interval=3, dropout=0.1)
+           gns="exact", gns_metric="plain", batch_objective="balance", gns_half_life_tokens=2000,
+           max_tokens=12_000, warmup_tokens=320, log_interval=3, dropout=0.1)
 
 
 def test_a_gns_run_killed_and_resumed_makes_the_same_decisions(tmp_path, tiny_args):

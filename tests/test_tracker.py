@@ -203,7 +203,7 @@ def test_calibration_takes_exact_steps_at_the_asked_distance_and_finds_the_exact
     assert some["gns/calibration_low"] < truth < some["gns/calibration_high"]
     assert some["gns/calibration"] == pytest.approx(truth, rel=0.5)
     assert some["gns/calibrated"] == pytest.approx(some["gns/calibration"] * some["gns/norm"])
-    exact_steps = checkpoint.load(str(tmp_path / "some"))["gns"]["calibration"]["averages"]["updates"]
+    exact_steps = checkpoint.load(str(tmp_path / "some"))["gns"]["calibrations"][""]["averages"]["updates"]
     assert 20 <= exact_steps <= 24  # one in 1,000 tokens, less those before the norm layers' own scale is determined
 
 

@@ -20,7 +20,7 @@ TIMED = {"dt_ms", "tok_per_sec", "mfu", "seconds"}  # everything else must come 
 
 
 def untimed(out_dir):
-    return [{k: v for k, v in row.items() if k not in TIMED} for row in log.read(out_dir)]
+    return [{k: v for k, v in row.items() if k not in TIMED and not k.startswith("step_time/")} for row in log.read(out_dir)]
 
 
 def same_tensors(a, b):
@@ -47,7 +47,7 @@ def tree(folder):
 def test_a_run_leaves_log_config_checkpoint_and_picture_and_learns(tmp_path, tiny_args, capsys):
     out = tmp_path / "run"
     assert train.main(tiny_args(out_dir=out)) == 0
-    assert sorted(os.listdir(out)) == ["ckpt.pt", "config.json", "log.jsonl", "report.png"]
+    assert sorted(os.listdir(out)) == ["ckpt.pt", "config.json", "log.jsonl", "report.png", "step_time.json"]
     rows = log.read(out)
     steps = [r for r in rows if "train/loss" in r]
     assert [r["step"] for r in steps] == list(range(1, len(steps) + 1))

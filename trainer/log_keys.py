@@ -2,7 +2,7 @@
 Every key of log.jsonl: its unit and its meaning. docs/log_keys.md is written from here (python results/render.py), and
 tests/test_log_keys.py fails when a run writes another key, or none writes one of these.
 
-A key may hold placeholders: {group} and {part} are the names in GROUPS and PARTS, {k} and {i} are numbers.
+A key may hold placeholders: {group}, {end} and {part} are the names in GROUPS, ENDS and PARTS, {k} and {i} are numbers.
 A value that is undetermined is null in the file.
 """
 
@@ -18,10 +18,13 @@ GROUPS = {
     "block_{i}": "block i: its norm layers, attention and MLP",
 }
 
-PARTS = {
-    "": "the noise scale",
+ENDS = {
+    "": "the value",
     "_low": "lower end of its 95% interval",
     "_high": "upper end of its 95% interval",
+}
+
+PARTS = ENDS | {
     "_sq_norm": "average of the unbiased estimates of |G|^2",
     "_tr_sigma": "average of the unbiased estimates of tr(Sigma)",
 }
@@ -54,13 +57,14 @@ KEYS = [  # key, unit, meaning, section
     ("seconds", "s", "training time so far, over all resumes", "step time"),
     ("dt_ms", "ms", "mean time of a step since the last logged one", "step time"),
     ("tok_per_sec", "tokens/s", "speed since the last logged step, over all processes", "step time"),
+    ("step_time/fixed_ms{end}", "ms", "what a step costs whatever its batch: update, communication", "step time"),
+    ("step_time/per_sequence_ms{end}", "ms", "what each sequence of a batch adds, over all devices", "step time"),
     ("mfu", "share", "of the machine's own matrix-product speed, measured at the start", "step time"),
-    ("gns/calibrated", "sequences", "the whole model's noise scale: gns/norm times gns/calibration", "gns"),
-    ("gns/calibrated_low", "sequences", "lower end of its 95% interval", "gns"),
-    ("gns/calibrated_high", "sequences", "upper end of its 95% interval", "gns"),
-    ("gns/calibration", "factor", "from the norm layers' noise scale to the whole model's, by exact steps", "gns"),
-    ("gns/calibration_low", "factor", "lower end of its 95% interval", "gns"),
-    ("gns/calibration_high", "factor", "upper end of its 95% interval", "gns"),
+    ("gns{end}", "sequences", "the noise scale that the run goes by: of the whole model, in gns_metric", "gns"),
+    ("gns/calibrated{end}", "sequences", "the whole model's noise scale: gns/norm times gns/calibration", "gns"),
+    ("gns/calibration{end}", "factor", "from the norm layers' noise scale to the whole model's, by exact steps", "gns"),
+    ("gns/calibrated_adam{end}", "sequences", "the same in Adam's metric: gns/norm_adam times gns/calibration_adam", "gns"),
+    ("gns/calibration_adam{end}", "factor", "from gns/norm_adam to the whole model's, by exact steps", "gns"),
     ("gns/{group}{part}", "sequences", "noise scale of a group, its interval and its two averages; gns=norm has norm alone",
      "gns"),
     ("gns/{group}_adam{part}", "sequences", "the same in the metric that Adam steps in (gns_adam); not for blocks", "gns"),
@@ -89,7 +93,7 @@ KEYS = [  # key, unit, meaning, section
 
 def pattern(key):
     """The regular expression of a key with placeholders; each is a named group."""
-    either = {"group": "|".join(GROUPS).replace("{i}", r"\d+"), "part": "|".join(PARTS), "k": r"\d+"}
+    either = {"group": "|".join(GROUPS).replace("{i}", r"\d+"), "end": "|".join(ENDS), "part": "|".join(PARTS), "k": r"\d+"}
     return re.compile(re.sub(r"\{(\w+)\}", lambda m: f"(?P<{m[1]}>{either[m[1]]})", key))
 
 
@@ -103,11 +107,11 @@ def page():
     text = ["# Log keys", "",
             "`log.jsonl` in the run folder has one JSON object per line. wandb gets the same keys.",
             "This page is written from `trainer/log_keys.py` by `python results/render.py`.", "",
-            "`{group}`, `{part}`, `{i}` and `{k}` stand for the names and numbers in the tables at the end."]
+            "`{group}`, `{end}`, `{part}`, `{i}` and `{k}` stand for the names and numbers in the tables at the end."]
     for section, about in SECTIONS.items():
         text += ["", f"## {section}", "", about, "", "| key | unit | meaning |", "|---|---|---|"]
         text += [cells(f"`{key}`", unit, meaning) for key, unit, meaning, where in KEYS if where == section]
-    for title, names in (("group", GROUPS), ("part", PARTS)):
+    for title, names in (("group", GROUPS), ("end", ENDS), ("part", PARTS)):
         text += ["", f"## {{{title}}}", "", "| name | meaning |", "|---|---|"]
         text += [cells(f"`{name}`" if name else "(nothing)", meaning) for name, meaning in names.items()]
     return "\n".join(text) + "\n"
