@@ -2,7 +2,8 @@
 
     build() -> path of a library that may be loaded; RuntimeError or OSError says why there is none
 
-A further kernel is one more name in KERNELS, its torch operators one more in GLUE.
+A further kernel is one more name in KERNELS, its torch operators one more in GLUE. The first file of GLUE opens the namespace
+with TORCH_LIBRARY, each further one with TORCH_LIBRARY_FRAGMENT. cpp.py loads the library.
 
 The cache is $RIGHTBATCH_CACHE or ~/.cache/rightbatch. What lies there is run as the user, so folder and files must belong to
 the user (or to root) and be writable by nobody else. A damaged library would end the process when it is loaded, so its
