@@ -14,6 +14,7 @@ what to change on one line, no number, exit code 2. docs/whatif.md has the formu
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -52,58 +53,74 @@ def check(args):
     args.devices = numbers(args.devices, "devices") if args.devices else None
 
 
+@dataclasses.dataclass
+class Machine:
+    """What the table is for: the run's own machine, or the one that the command line asks for."""
+    devices: int
+    micro: int
+    cost: predict.Cost | None
+    measured: bool
+
+    @property
+    def quantum(self):
+        return self.devices * self.micro
+
+
+def machine_for(args, run, measured):
+    """Several numbers of devices get a table of their own; the rest is then for the run's own machine."""
+    if not (args.devices or args.kind or args.micro) or len(args.devices or []) > 1:
+        return Machine(run.devices, run.micro, measured, True)
+    devices = args.devices[0] if args.devices else run.devices
+    return Machine(devices, args.micro or run.micro, machines.cost_on(run, measured, devices, args), False)
+
+
 def predict_all(args):
-    """(result, run, phases, cost): every number that the words, the picture and --json show."""
+    """(result, run, phases, machine): every number that the words, the picture and --json show."""
     run = predict.read(args.run)
     key = predict.noise_key(run)
     values, known = predict.noise_values(run.steps, key)
     loss, kind, until = predict.target(run, args.to_loss)
     phases = predict.phases(run, values, until)
-    measured, micro = predict.step_cost(run), args.micro or run.micro
-    counts, cost, devices = args.devices or [run.devices], measured, run.devices
-    elsewhere = args.devices or args.kind or args.micro
-    if elsewhere and len(counts) == 1:
-        devices, cost = counts[0], machines.cost_on(run, measured, counts[0], args.kind, args.mfu, args.link)
-    quantum = devices * (micro if elsewhere and len(counts) == 1 else run.micro)
-    noise, rate = predict.mean_noise(phases), args.price and args.price * devices / 3600
+    measured = predict.step_cost(run)
+    machine = machine_for(args, run, measured)
+    cost, quantum, block = machine.cost, machine.quantum, run.block
+    noise, rate = predict.mean_noise(phases), args.price and args.price * machine.devices / 3600
     right = predict.right_batch(noise, cost, quantum)
     batches = args.batch or predict.default_batches(phases, noise, right["time"], quantum)
     result = {"run": run.folder, "loss": loss, "loss_kind": kind, "assumes": predict.TUNED,
-              "rows": [predict.row_at(phases, b, run.block, cost, rate) for b in batches],
+              "rows": [predict.row_at(phases, b, block, cost, rate) for b in batches],
               "step_time": step_time(cost), "right_batch": right,
               "right_batch_at_the_end": predict.right_batch(phases[-1].noise, cost, quantum),
               "noise": {"key": key, "rows": len(values), "determined": known, "lowest": min(p.noise[0] for p in phases),
                         "highest": max(p.noise[0] for p in phases)},
-              "own": predict.own(phases, run.block, cost), "lost": predict.lost(phases, cost, quantum, run.block),
-              "machine": {"devices": devices, "quantum": quantum, "measured": not (elsewhere and len(counts) == 1)}}
+              "own": predict.own(phases, block, cost), "lost": predict.lost(phases, cost, quantum, block),
+              "machine": {"devices": machine.devices, "quantum": quantum, "measured": machine.measured}}
     if cost:
-        best = predict.fastest_constant(phases, cost, quantum)
-        stages = predict.stages(phases, "time", cost, quantum, run.block)
-        result["best_constant"] = predict.row_at(phases, best, run.block, cost, rate)
-        result["best_schedule"] = {"stages": stages, **predict.price(phases, predict.schedule_at(stages), run.block, cost)}
-    if elsewhere:
-        result["assumptions"] = machines.assume(run, args.kind, args.mfu, args.link, micro)
-    if len(counts) > 1:
-        result["devices"] = machines.table(run, phases, measured, counts, args, micro)
-    limit = seconds_within(args, devices)
-    if limit and len(counts) == 1:
-        if cost is None:
-            raise ConfigError(f"{run.folder}: {CANNOT_TELL}, so there is no answer for a deadline or a budget")
-        result["deadline"] = predict.deadline(phases, limit, cost, quantum, run.block, rate)
+        stages = predict.stages(phases, "time", cost, quantum, block)
+        result["best_constant"] = predict.row_at(phases, predict.fastest_constant(phases, cost, quantum), block, cost, rate)
+        result["best_schedule"] = {"stages": stages, **predict.price(phases, predict.schedule_at(stages), block, cost)}
+    if not machine.measured or len(args.devices or []) > 1:
+        result["assumptions"] = machines.assume(run, args)
+    if len(args.devices or []) > 1:
+        result["devices"] = machines.table(run, phases, measured, args)
+    elif args.hours or args.budget:
+        result["deadline"] = deadline(args, run, phases, machine, rate)
     if args.export:
-        result["export"] = export(args, run, phases, cost, micro, quantum)
-    return result, run, phases, cost
+        result["export"] = export(args, run, phases, machine)
+    return result, run, phases, machine
 
 
 CANNOT_TELL = ("its batches vary too little to tell what a step costs from what a sequence costs (a batch_schedule that moves "
                "by half or more does, over ten logged rows)")
 
 
-def seconds_within(args, devices):
-    """The tighter of the deadline and what the budget buys, or None."""
+def deadline(args, run, phases, machine, rate):
+    """By the tighter of the deadline and what the budget buys."""
+    if machine.cost is None:
+        raise ConfigError(f"{run.folder}: {CANNOT_TELL}, so there is no answer for a deadline or a budget")
     limits = [3600 * args.hours] if args.hours else []
-    limits += [3600 * args.budget / (args.price * devices)] if args.budget else []
-    return min(limits, default=None)
+    limits += [args.budget / rate] if args.budget else []
+    return predict.deadline(phases, min(limits), machine.cost, machine.quantum, run.block, rate)
 
 
 def step_time(cost):
@@ -114,11 +131,11 @@ def step_time(cost):
         "source": cost.source}
 
 
-def export(args, run, phases, cost, micro, quantum):
-    if args.objective == "time" and cost is None:
+def export(args, run, phases, machine):
+    if args.objective == "time" and machine.cost is None:
         raise ConfigError(f"{run.folder}: {CANNOT_TELL}; --objective=balance exports batches at the noise scale")
-    stages = predict.stages(phases, args.objective, cost, quantum, run.block)
-    return exports.text(args.export, stages, run, micro, quantum, phases, cost, args.objective)
+    stages = predict.stages(phases, args.objective, machine.cost, machine.quantum, run.block)
+    return exports.text(args.export, stages, run, machine, phases, args.objective)
 
 
 # -- words
@@ -143,7 +160,7 @@ def table(rows, first):
                              for i, (text, width) in enumerate(zip(line, widths))).rstrip() for line in cells]
 
 
-def words(result, run, cost):
+def words(result, run, cost, args):
     lines = about_run(result, run) + [about_noise(result, run), about_cost(result, run, cost), ""]
     lines += ["To the same loss, at a constant batch (in brackets: 95% of the measurement's errors):"]
     lines += table(result["rows"], "batch") + [predict.TUNED, ""] + about_right(result, cost) + about_lost(result, cost)
@@ -151,7 +168,7 @@ def words(result, run, cost):
         lines += about_deadline(result["deadline"])
     if "devices" in result:
         lines += ["", "On other machines, each number of devices at its right batch:"] + table(result["devices"], "devices")
-        lines += machines.worth(result["devices"])
+        lines += machines.worth(result["devices"], args.hours or args.budget)
     if "assumptions" in result:
         lines += ["", "Assumed of those machines, not measured:"] + [f"  - {line}" for line in result["assumptions"]]
     return "\n".join(lines)
@@ -266,14 +283,14 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         check(args)
-        result, run, phases, cost = predict_all(args)
-        show(args, result, run, phases, cost)
+        show(args, *predict_all(args))
     except ConfigError as e:
         configurator.die(e)
     return 0
 
 
-def show(args, result, run, phases, cost):
+def show(args, result, run, phases, machine):
+    """Numbers, export, words and picture, each where it was asked for."""
     alone = args.export or args.json == "-"
     if args.json == "-":
         print(json.dumps(result, indent=2))
@@ -282,10 +299,10 @@ def show(args, result, run, phases, cost):
     if args.export and args.json != "-":
         print(result["export"])
     if not alone:
-        print(words(result, run, cost))
+        print(words(result, run, machine.cost, args))
     if args.out or not alone:
         from plots import whatif as picture
-        path = picture.draw(result, phases, run.block, cost, args.out or os.path.join(run.folder, "whatif.png"))
+        path = picture.draw(result, phases, run.block, machine.cost, args.out or os.path.join(run.folder, "whatif.png"))
         print(f"Picture: {path}", file=sys.stderr if alone else sys.stdout)
 
 

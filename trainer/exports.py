@@ -10,11 +10,11 @@ import math
 from trainer import predict
 
 
-def to_steps(stages, run, micro, **_):
+def to_steps(stages, run, machine, phases):
     """batch_steps of this trainer."""
     pairs = ", ".join(f"{int(s['tokens'])}:{s['batch']}" for s in stages)
     end = end_of(stages, run.block)
-    return [f'--batch_schedule=steps --batch_steps="{pairs}" --micro_batch_size={micro} --max_tokens={end}']
+    return [f'--batch_schedule=steps --batch_steps="{pairs}" --micro_batch_size={machine.micro} --max_tokens={end}']
 
 
 def end_of(stages, block):
@@ -22,20 +22,20 @@ def end_of(stages, block):
     return math.ceil(stages[-1]["tokens"] + stages[-1]["steps"] * stages[-1]["batch"] * block)
 
 
-def to_megatron(stages, run, micro, quantum, phases, cost):
+def to_megatron(stages, run, machine, phases):
     samples = end_of(stages, run.block) // run.block
-    shape = f"--seq-length {run.block} --micro-batch-size {micro} --train-samples {samples}"
+    shape = f"--seq-length {run.block} --micro-batch-size {machine.micro} --train-samples {samples}"
     if len(stages) == 1:
         return [f"{shape} --global-batch-size {stages[0]['batch']}"]
     pairs = " ".join(f"{int(s['tokens'])}:{s['batch']}" for s in stages)
     lines = ["# thresholds are tokens, given --seq-length; --global-batch-size must be left out or be the largest batch",
              f'{shape} --step-batch-size-schedule "{pairs}"',
              "# releases before April 2026 do not know that option. They have one ramp, linear in samples:"]
-    ramp = fit_ramp(stages, quantum, run.block)
+    ramp = fit_ramp(stages, machine.quantum, run.block)
     if ramp is None:
         return lines + ["#   which cannot fall, as this schedule does: not expressible"]
     start, increment, over, top = ramp
-    off = compare(stages, lambda tokens: ramp_at(ramp, tokens / run.block), phases, run.block, cost)
+    off = compare(stages, lambda tokens: ramp_at(ramp, tokens / run.block), phases, run.block, machine.cost)
     return lines + [f"# {shape} --rampup-batch-size {start} {increment} {over} --global-batch-size {top}",
                     f"#   the nearest such ramp: {off}"]
 
@@ -68,11 +68,11 @@ def compare(stages, batch_at, phases, block, cost):
     return ", ".join(parts) + " to the same loss, predicted"
 
 
-def to_olmo(stages, run, micro, quantum, phases, cost):
+def to_olmo(stages, run, machine, phases):
     """OLMo-core changes a batch by whole factors only: each stage takes the nearest doubling of the smallest batch."""
     near = []
     for s in stages if len(stages) > 1 else []:
-        batch = quantum * 2 ** max(0, round(math.log2(s["batch"] / quantum)))
+        batch = machine.quantum * 2 ** max(0, round(math.log2(s["batch"] / machine.quantum)))
         if not near or near[-1]["batch"] != batch:
             near.append({"tokens": s["tokens"], "batch": batch})
     near = near or stages
@@ -82,19 +82,19 @@ def to_olmo(stages, run, micro, quantum, phases, cost):
              "# it multiplies the learning rate by the square root of each change of the batch, by itself"]
     if len(stages) > 1:
         lines.append("# it changes the batch by whole factors only, so each stage takes the nearest doubling: "
-                     + compare(stages, predict.schedule_at(near), phases, run.block, cost))
+                     + compare(stages, predict.schedule_at(near), phases, run.block, machine.cost))
     return lines + [f"# train until {end_of(stages, run.block)} tokens",
                     f"BatchSizeSchedulerCallback(batch_sizes=[{sizes}], schedule=[{starts}])"]
 
 
-def to_torchtitan(stages, run, micro, **_):
+def to_torchtitan(stages, run, machine, phases):
     lines, steps = [], 0
     if len(stages) > 1:
         lines = ["# torchtitan has one batch per run and no schedule of it: one run per stage, each going on from the",
-                 "# checkpoint of the one before. Its learning rate follows steps, --training.steps being all: set it for the whole"]
+                 "# checkpoint of the one before; its learning rate follows steps: give it all of them from the start"]
     for s in stages:
         steps += math.ceil(s["steps"])
-        lines.append(f"--training.seq_len {run.block} --training.local_batch_size {micro} "
+        lines.append(f"--training.seq_len {run.block} --training.local_batch_size {machine.micro} "
                      f"--training.global_batch_size {s['batch']} --training.steps {steps}")
     return lines
 
@@ -102,8 +102,8 @@ def to_torchtitan(stages, run, micro, **_):
 FORMATS = {"steps": to_steps, "megatron": to_megatron, "olmo": to_olmo, "torchtitan": to_torchtitan}
 
 
-def text(name, stages, run, micro, quantum, phases, cost, objective):
+def text(name, stages, run, machine, phases, objective):
     """The whole export; its comments begin with #."""
-    head = [f"# batches for {objective} on {quantum // micro} x {micro} sequences, from {run.folder} by whatif.py",
+    head = [f"# batches for {objective} on {machine.devices} x {machine.micro} sequences, from {run.folder} by whatif.py",
             f"# {predict.TUNED}"]
-    return "\n".join(head + FORMATS[name](stages=stages, run=run, micro=micro, quantum=quantum, phases=phases, cost=cost))
+    return "\n".join(head + FORMATS[name](stages, run, machine, phases))

@@ -47,8 +47,9 @@ def flops_per_sequence(run):
     return run.block * plan.flops_per_token(SimpleNamespace(**run.config), run.facts["data"]["vocab_size"])
 
 
-def assume(run, kind, mfu, link, micro):
+def assume(run, args):
     """The assumptions in words, in the order of the formulas."""
+    kind, mfu, link, micro = args.kind, args.mfu, args.link, args.micro or run.micro
     bandwidth, latency = parse_link(link)
     lines = [f"each of them takes micro-batches of {micro} at full speed: the smallest batch is {micro} x devices"]
     if kind:
@@ -56,7 +57,7 @@ def assume(run, kind, mfu, link, micro):
         lines.append(f"each {kind} reaches {mfu:.0%} of its {peak / 1e12:.0f} TFLOP/s (--mfu), whatever this run reached")
         pass_ms = 1e3 * micro * flops_per_sequence(run) / (peak * mfu)
         if pass_ms < LAUNCHES_MS:
-            lines.append(f"that is {pass_ms:.2g} ms for a micro-batch, less than a host needs to launch its kernels: this model "
+            lines.append(f"that is {pass_ms:.2g} ms for a micro-batch, less than a host needs to launch kernels: this model "
                          f"is too small for the {kind}, and times come out too short; take a larger --micro or a lower --mfu")
         lines.append("what a device does once per step takes as many sequences' time there as measured here")
     else:
@@ -68,20 +69,20 @@ def assume(run, kind, mfu, link, micro):
     return lines
 
 
-def cost_on(run, measured, devices, kind, mfu, link):
-    """Cost of a step on `devices` of a kind; None for the kind means devices like the run's. Relative errors are the measured
-    ones; those of the assumptions are not known."""
+def cost_on(run, measured, devices, args):
+    """Cost of a step on so many devices of args.kind, or, without one, like the run's. Errors are the measured ones; those of
+    the assumptions are not known."""
     parameters = run.facts.get("parameters")
     if not parameters or "n_layer" not in run.config or "vocab_size" not in run.facts.get("data", {}):
         raise ConfigError(f"--devices: {run.folder}/config.json is missing or lacks the model, which the formulas need")
-    if measured is None and not kind:
+    if measured is None and not args.kind:
         raise ConfigError("--devices: the run does not tell what a sequence costs here, so give --kind=... to take it from a "
                           "data sheet")
-    if kind:
-        alone = (flops_per_sequence(run) / (plan.KINDS[kind][0] * mfu),) * 3
+    if args.kind:
+        alone = (flops_per_sequence(run) / (plan.KINDS[args.kind][0] * args.mfu),) * 3
     else:
         alone = tuple(v * run.devices for v in measured.per_sequence)
-    wire = parse_link(link)
+    wire = parse_link(args.link)
     local = (0.0, 0.0, 0.0)
     if measured:
         here = all_reduce(parameters, run.devices, wire)
@@ -91,25 +92,30 @@ def cost_on(run, measured, devices, kind, mfu, link):
     return predict.Cost(tuple(v + wired for v in local), tuple(v / devices for v in alone), "by formula")
 
 
-def table(run, phases, measured, counts, args, micro):
+def table(run, phases, measured, args):
     """What each number of devices takes at its right batch."""
     found = []
-    for n in counts:
-        cost = cost_on(run, measured, n, args.kind, args.mfu, args.link)
-        batch = predict.fastest_constant(phases, cost, micro * n)
+    for n in args.devices:
+        cost = cost_on(run, measured, n, args)
+        batch = predict.fastest_constant(phases, cost, n * (args.micro or run.micro))
         row = predict.row_at(phases, batch, run.block, cost, args.price * n / 3600 if args.price else None)
-        found.append({"devices": n, **row, "fixed_ms": 1e3 * cost.fixed[0], "per_sequence_ms": 1e3 * cost.per_sequence[0],
-                      "device_hours": n * row["seconds"] / 3600})
+        limit = min(3600 * args.hours if args.hours else math.inf,
+                    3600 * args.budget / (args.price * n) if args.budget else math.inf)
+        found.append({"devices": n, **row, "device_hours": n * row["seconds"] / 3600, "in_time": row["seconds"] <= limit,
+                      "fixed_ms": 1e3 * cost.fixed[0], "per_sequence_ms": 1e3 * cost.per_sequence[0]})
     return found
 
 
-def worth(rows):
+def worth(rows, limited):
     """Sentences: how many devices are worth having: more of them should save a tenth of the time with each doubling."""
     rows = sorted(rows, key=lambda r: r["devices"])
     cheapest, fastest = (min(rows, key=lambda r: r[key]) for key in ("device_hours", "seconds"))
     lines = [f"Fewest device-hours: {cheapest['devices']} ({log.count(cheapest['device_hours'])} in "
              f"{span(cheapest['seconds'])}). Fastest: {fastest['devices']} ({log.count(fastest['device_hours'])} in "
              f"{span(fastest['seconds'])})."]
+    if limited:
+        able = [str(r["devices"]) for r in rows if r["in_time"]]
+        lines.append(f"Within the deadline or budget, at that batch: {', '.join(able) or 'none of them'}.")
     for before, row in zip(rows, rows[1:]):
         saved, more = 1 - row["seconds"] / before["seconds"], row["device_hours"] / before["device_hours"] - 1
         enough = 1 - 0.9 ** math.log2(row["devices"] / before["devices"])
