@@ -192,19 +192,23 @@ def test_intervals_of_steps_cover_the_truth():
     assert 0.93 * trials <= covered, covered
 
 
-def test_intervals_of_the_fitted_cost_cover_the_truth_and_single_slow_rows_do_no_harm():
+@pytest.mark.parametrize("correlation,least", [(0.0, 0.92), (0.9, 0.7)])
+def test_intervals_of_the_fitted_cost_cover_the_truth_and_single_slow_rows_do_no_harm(correlation, least):
+    """Where neighbouring rows are slow together the batch's ramp and the machine's drift look alike: covered less often."""
     rng, trials = np.random.default_rng(2), 200
     covered = {"fixed": 0, "per_sequence": 0, "step": 0}
     for _ in range(trials):
-        batch = np.array(RAMP, float)
-        slow = rng.lognormal(0, 0.03, len(batch)) * np.where(rng.random(len(batch)) < 0.05, 3.0, 1.0)
+        batch, off = np.array(RAMP, float), [rng.normal()]
+        for _ in RAMP[1:]:
+            off.append(correlation * off[-1] + math.sqrt(1 - correlation**2) * rng.normal())
+        slow = np.exp(0.03 * np.array(off)) * np.where(rng.random(len(batch)) < 0.05, 3.0, 1.0)
         cost = predict.fit_cost(batch, (0.05 + 0.002 * batch) * slow)
         covered["fixed"] += cost.fixed[1] <= 0.05 <= cost.fixed[2]
         covered["per_sequence"] += cost.per_sequence[1] <= 0.002 <= cost.per_sequence[2]
         low, high = cost.step(20)[1:]
         covered["step"] += low <= 0.05 + 0.002 * 20 <= high
         assert abs(cost.step(20)[0] / 0.09 - 1) < 0.1, "a slow row in twenty moves the fit by less than the noise"
-    assert all(n >= 0.92 * trials for n in covered.values()), covered
+    assert all(n >= least * trials for n in covered.values()), covered
 
 
 def test_intervals_of_time_cover_the_truth_when_both_noise_scale_and_cost_are_estimated(tmp_path):
@@ -341,6 +345,16 @@ def test_a_branch_counts_from_where_it_began(tmp_path, capsys):
     own = ask(capsys, run)["own"]
     assert (own["steps"], own["batch_low"], own["batch_high"]) == (100, 16, 16)
     assert own["seconds_taken"] == pytest.approx(100 * (0.05 + 0.002 * 16))
+
+
+def test_a_long_log_is_cut_into_fewer_phases_and_says_the_same(tmp_path, capsys, monkeypatch):
+    run = write_run(tmp_path, [8 * (1 + i // 300) for i in range(1200)], lambda i: 2 + 0.05 * i)
+    long = ask(capsys, run)
+    monkeypatch.setattr(predict, "PHASES", 10_000)
+    whole = ask(capsys, run)
+    assert long["own"]["steps"] == whole["own"]["steps"] == 12_000 and long["own"]["tokens"] == whole["own"]["tokens"]
+    for thin, row in zip(long["rows"], whole["rows"]):
+        assert thin["steps"] == pytest.approx(row["steps"], rel=2e-3) and thin["steps"] != row["steps"]
 
 
 def test_several_processes_make_the_smallest_batch_larger(tmp_path, capsys):

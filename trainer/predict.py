@@ -23,11 +23,13 @@ from plot import curve, reach
 from trainer import log
 
 TUNED = "Assumes a learning rate tuned for each batch size."
+ONE_SIDED = "Where it was checked, smaller batches took more than predicted, larger ones less (docs/whatif.md)."
 NOISE = {"gns/total_adam": "the whole model's in Adam's metric, every step exact",
          "gns/calibrated_adam": "the whole model's in Adam's metric: the norm layers' times a measured factor",
          "gns/total": "the whole model's in the plain metric, every step exact",
          "gns/calibrated": "the whole model's in the plain metric: the norm layers' times a measured factor"}
 EVALUATIONS = 4  # fewer tell too little of where a loss was reached
+PHASES = 1000  # that a log is cut into at most: the noise scale changes little from one to the next
 STAGES = 8  # of a schedule: enough to follow the noise scale, few enough to read
 
 
@@ -175,14 +177,14 @@ class Phase:
 
 
 def phases(run, values, until):
-    """The run up to step `until` (which may lie between two rows), row by row."""
+    """The run up to step `until` (which may lie between two rows), row by row, or, in a long log, PHASES times."""
     start = run.rows[0] if "train/loss" not in run.rows[0] else {"step": 0, "tokens": 0}
     before = {"seconds": 0.0, **start}
     if start["step"] > 0:  # a branch: its clock went on from the run it left
         before["seconds"] = max(run.steps[0].get("seconds", 0.0) - run.steps[0].get("dt_ms", 0.0) / 1e3
                                 * (run.steps[0]["step"] - start["step"]), 0.0)
-    found = []
-    for row, noise in zip(run.steps, values):
+    found, every = [], -(-len(values) // PHASES)
+    for row, noise in reversed(list(zip(run.steps, values))[::-1][::every]):
         steps = row["step"] - before["step"]
         if steps <= 0:
             continue
@@ -252,10 +254,10 @@ def line(x, y):
 
 def fit_cost(batch, seconds):
     """Cost from the mean batch and the seconds of a step in each row, or None where they do not tell t0 from t1. Errors by the
-    jackknife over contiguous stretches, since neighbouring rows are slow together."""
+    jackknife over five contiguous stretches: neighbouring rows are slow together, and shorter stretches would not show it."""
     if len(batch) < 10 or max(batch) < 1.5 * min(batch):
         return None
-    x, y, blocks = np.asarray(batch, float), np.asarray(seconds, float), min(10, len(batch) // 2)
+    x, y, blocks = np.asarray(batch, float), np.asarray(seconds, float), 5
     whole, parts = line(x, y), np.array_split(np.arange(len(x)), blocks)
     without = np.array([line(np.delete(x, part), np.delete(y, part)) for part in parts])
     error = gns.student_t(0.95, blocks - 1) * np.sqrt((blocks - 1) / blocks * ((without - without.mean(0)) ** 2).sum(0))
