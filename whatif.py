@@ -48,6 +48,9 @@ def check(args):
     if args.kind and args.kind.lower() not in kinds:
         raise ConfigError(f"command line: --kind={args.kind}: expected one of {', '.join(plan.KINDS)}")
     args.kind = args.kind and kinds[args.kind.lower()]
+    if args.link and not args.devices:
+        raise ConfigError(f"command line: --link={args.link}: needs --devices, how many of them it joins")
+    args.link = args.link or machines.DEFAULT_LINK
     machines.parse_link(args.link)
     args.batch = numbers(args.batch, "batch") if args.batch else None
     args.devices = numbers(args.devices, "devices") if args.devices else None
@@ -100,7 +103,7 @@ def predict_all(args):
         result["best_constant"] = predict.row_at(phases, predict.fastest_constant(phases, cost, quantum), block, cost, rate)
         result["best_schedule"] = {"stages": stages, **predict.price(phases, predict.schedule_at(stages), block, cost)}
     if not machine.measured or len(args.devices or []) > 1:
-        result["assumptions"] = machines.assume(run, args)
+        result["assumptions"] = machines.assume(run, measured, args)
     if len(args.devices or []) > 1:
         result["devices"] = machines.table(run, phases, measured, args)
     elif args.hours or args.budget:
@@ -276,8 +279,8 @@ def main(argv=None):
     parser.add_argument("--devices", help="numbers of devices, e.g. 1,8,64: one gives all for that machine, several a table")
     parser.add_argument("--kind", help=f"of the devices: {', '.join(plan.KINDS)}; default: like the run's")
     parser.add_argument("--mfu", type=float, default=plan.MFU, help="share of its peak that a kind reaches (%(default)s)")
-    parser.add_argument("--link", default=machines.DEFAULT_LINK, help=f"between devices: {', '.join(machines.LINKS)}, or "
-                                                                      "25GB/s, 200Mbit, 200Mbit:500us; default %(default)s")
+    parser.add_argument("--link", help=f"between devices: {', '.join(machines.LINKS)}, or 25GB/s, 200Mbit, 200Mbit:500us; "
+                                       f"default {machines.DEFAULT_LINK}")
     parser.add_argument("--micro", type=int, help="micro-batch of one of those devices; default: the run's")
     parser.add_argument("--objective", choices=("time", "tokens", "balance"), default="time", help="what --export is best for")
     parser.add_argument("--export", choices=tuple(exports.FORMATS), help="print the schedule in that trainer's terms, alone")
@@ -289,6 +292,8 @@ def main(argv=None):
         show(args, *predict_all(args))
     except ConfigError as e:
         configurator.die(e)
+    except OSError as e:
+        configurator.die(f"{e.filename or 'output'}: {e.strerror}: --out and --json say where to write")
     return 0
 
 

@@ -282,7 +282,8 @@ def test_no_run_and_no_step_yet_are_said(tmp_path, capsys):
 
 @pytest.mark.parametrize("args,words", [
     (["--batch=8,x"], "--batch=8,x"), (["--batch=0"], "at least 1"), (["--kind=H1000"], "expected one of V100"),
-    (["--link=fast"], "--link=fast"), (["--budget=3"], "needs --price"), (["--hours=0"], "--hours=0"),
+    (["--link=fast", "--devices=2"], "expected nvlink4"), (["--link=ndr"], "needs --devices"),
+    (["--json=/nowhere/a.json"], "--out and --json"), (["--budget=3"], "needs --price"), (["--hours=0"], "--hours=0"),
     (["--to_loss=1.5"], "went from 5.0000 to 2.0000 (validation loss)"), (["--to_loss=6"], "--to_loss=6"),
 ])
 def test_what_cannot_be_asked_is_said_with_key_and_value(tmp_path, capsys, args, words):

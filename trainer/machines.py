@@ -47,7 +47,7 @@ def flops_per_sequence(run):
     return run.block * plan.flops_per_token(SimpleNamespace(**run.config), run.facts["data"]["vocab_size"])
 
 
-def assume(run, args):
+def assume(run, measured, args):
     """The assumptions in words, in the order of the formulas."""
     kind, mfu, link, micro = args.kind, args.mfu, args.link, args.micro or run.micro
     bandwidth, latency = parse_link(link)
@@ -59,12 +59,13 @@ def assume(run, args):
         if pass_ms < LAUNCHES_MS:
             lines.append(f"that is {pass_ms:.2g} ms for a micro-batch, less than a host needs to launch kernels: this model "
                          f"is too small for the {kind}, and times come out too short; take a larger --micro or a lower --mfu")
-        lines.append("what a device does once per step takes as many sequences' time there as measured here")
+        lines.append("what a device does once per step takes as many sequences' time there as measured here" if measured else
+                     "what a device does once per step takes no time: this run does not tell it")
     else:
         lines.append("devices like this run's: time per sequence as measured, shared evenly")
     lines.append(f"gradients travel as float32 in a ring over {link}: {bandwidth / 1e9:g} GB/s, {1e6 * latency:g} us per "
                  "message, for all pairs alike; nothing of it is hidden behind the backward pass")
-    if run.devices > 1:
+    if run.devices > 1 and measured:
         lines.append(f"the measured fixed cost of {run.devices} processes, less such an all-reduce, is what one does alone")
     return lines
 
