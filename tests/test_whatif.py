@@ -173,8 +173,11 @@ def test_batches_within_a_time_are_exactly_those_that_take_no_longer():
 # -- intervals
 
 
-def test_intervals_of_steps_cover_the_truth():
-    """Rows from a NoiseScale that sees noisy pairs, as in a run; the truth is the noise scale that they were drawn from."""
+@pytest.mark.parametrize("batches,other", [([8] * 10, 64), ([8] * 10, 2),
+                                           ([8] * 5 + [32] * 5, 16), ([8] * 5 + [32] * 5, 20)])
+def test_intervals_of_steps_cover_the_truth(batches, other):
+    """Rows from a NoiseScale that sees noisy pairs, as in a run; the truth is the noise scale that they were drawn from. A batch
+    between the run's own is the hard case: errors of early and late rows pull apart, and must not be taken to cancel."""
     rng, N, covered, trials = np.random.default_rng(1), 25.0, 0, 200
     for _ in range(trials):
         scale, rows = gns.NoiseScale(40 * 8, 0.2), []
@@ -187,8 +190,9 @@ def test_intervals_of_steps_cover_the_truth():
             covered += 1  # undetermined: no number, so none that is wrong
             continue
         values, _ = predict.noise_values(rows, "gns/total")
-        found = predict.row_at([predict.Phase(10, 8.0, v, 1.0) for v in values], 64, BLOCK, None)
-        covered += found["steps_low"] <= gns.equivalent_steps([(100, 8, N)], 64) <= found["steps_high"]
+        found = predict.row_at([predict.Phase(10, b, v, 1.0) for b, v in zip(batches, values)], other, BLOCK, None)
+        truth = gns.equivalent_steps([(10, b, N) for b in batches], other)
+        covered += found["steps_low"] <= truth <= found["steps_high"]
     assert 0.93 * trials <= covered, covered
 
 

@@ -123,7 +123,7 @@ def worth(rows, limited):
         step = f"{before['devices']} to {row['devices']} devices"
         lines.append(f"  {step}: {saved:.0%} less time for {more:.0%} more device-hours" if saved >= enough else
                      f"  {step}: only burns money, {saved:.0%} less time for {more:.0%} more device-hours" if saved > 0 else
-                     f"  {step}: slower, {1 - saved:.2g} times as long for {1 + more:.2g} times the device-hours")
+                     f"  {step}: slower, {1 - saved:.3g} times as long for {1 + more:.3g} times the device-hours")
     return lines
 
 

@@ -287,9 +287,19 @@ def rounded(batch, quantum):
     return below, below + quantum
 
 
+def steps_at(phases, batch):
+    """Steps at a constant batch, as a triple. A noise scale that reads low makes phases of smaller batches count for too much,
+    those of larger ones for too little. The two lie apart in the run, so their errors do not cancel: in quadrature."""
+    value = gns.equivalent_steps(at(phases), batch)
+    parts = [p for p in ([p for p in phases if p.batch < batch], [p for p in phases if p.batch > batch]) if p]
+    parts = [ordered(*(gns.equivalent_steps(at(part, end), batch) for end in (0, 1, 2))) for part in parts]
+    down, up = math.hypot(*(v - low for v, low, _ in parts)), math.hypot(*(high - v for v, _, high in parts))
+    return value, value - down, value + up
+
+
 def row_at(phases, batch, block, cost, rate=None):
     """What reaching the loss at a constant batch takes; rate is money per second."""
-    steps = ordered(*(gns.equivalent_steps(at(phases, end), batch) for end in (0, 1, 2)))
+    steps = steps_at(phases, batch)
     row = {"batch": batch}
     row |= spell("steps", steps) | spell("tokens", tuple(s * batch * block for s in steps))
     seconds = product(steps, cost.step(batch)) if cost else (None, None, None)
