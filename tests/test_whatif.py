@@ -176,8 +176,8 @@ def test_batches_within_a_time_are_exactly_those_that_take_no_longer():
 @pytest.mark.parametrize("batches,other", [([8] * 10, 64), ([8] * 10, 2),
                                            ([8] * 5 + [32] * 5, 16), ([8] * 5 + [32] * 5, 20)])
 def test_intervals_of_steps_cover_the_truth(batches, other):
-    """Rows from a NoiseScale that sees noisy pairs, as in a run; the truth is the noise scale that they were drawn from. A batch
-    between the run's own is the hard case: errors of early and late rows pull apart, and must not be taken to cancel."""
+    """Rows from a NoiseScale that sees noisy pairs, as in a run; the truth is the noise scale that they were drawn from. A
+    batch between the run's own is the hard case: errors of early and late rows pull apart, and must not be taken to cancel."""
     rng, N, covered, trials = np.random.default_rng(1), 25.0, 0, 200
     for _ in range(trials):
         scale, rows = gns.NoiseScale(40 * 8, 0.2), []
