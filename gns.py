@@ -1,5 +1,5 @@
 """
-Gradient noise scale from squared gradient norms: pure arithmetic, floats in, floats out.
+Gradient noise scale from squared gradient norms, and what it says about other batches: pure arithmetic, floats in, floats out.
 
 With per-example gradients g_b, mean gradient G and B examples in a step, the noise scale tr(Sigma) / |G|^2 is the batch
 (in examples) at which the noise of the step's gradient is as large as the gradient (McCandlish et al. 2018,
@@ -187,6 +187,43 @@ class Calibration:
     def load_state_dict(self, state):
         self.waiting, self.held, self.age = state["waiting"], state["held"], state["age"]
         self.averages.load_state_dict(state["averages"])
+
+
+# -- what-if: from one run to other batches. A phase is (steps, batch, noise), a stretch of a run with its batch B and its N.
+
+
+def progress(batch, noise):
+    """What a step achieves, in steps without noise: B / (B + N) (McCandlish et al. 2018, section 2 and appendix D)."""
+    return batch / (batch + noise)
+
+
+def equivalent_steps(phases, batch):
+    """The steps at another batch B' that achieve what the phases did: sum of dS B/(B+N) (B'+N)/B'. At a phase's own batch the
+    two products are the same number, so its steps come back to the last bit."""
+    return sum(steps * ((b * (batch + noise)) / (batch * (b + noise))) for steps, b, noise in phases)
+
+
+def fewest(phases):
+    """(steps, examples) that no batch goes below: S of steps without noise, E of S weighted by N. At batch B the same takes
+    S + E/B steps and S B + E examples (McCandlish et al. 2018, section 2), so E/S is the one noise scale that stands
+    for all phases."""
+    steps = [s * progress(b, noise) for s, b, noise in phases]
+    return sum(steps), sum(s * noise for s, (_, _, noise) in zip(steps, phases))
+
+
+def fastest_batch(noise, fixed, per_example):
+    """The B that makes (1 + N/B)(t0 + t1 B) smallest: sqrt(N t0 / t1)."""
+    return math.sqrt(noise * max(fixed, 0.0) / per_example)
+
+
+def batches_within(seconds, steps, examples, fixed, per_example):
+    """(smallest, largest) batch with (S + E/B)(t0 + t1 B) <= seconds, from `fewest`; None if no batch is that fast."""
+    a, b, c = steps * per_example, steps * fixed + examples * per_example - seconds, examples * fixed
+    under = b * b - 4 * a * c
+    if b >= 0 or under < 0:
+        return None
+    root = math.sqrt(under)
+    return 2 * c / (root - b), (root - b) / (2 * a)  # the small root without a difference of near numbers
 
 
 def ratio_interval(m_s, m_g, v_ss, v_sg, v_gg, z):

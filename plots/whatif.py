@@ -1,0 +1,80 @@
+"""Picture of a prediction (whatif.py): time, tokens and, with several device counts, devices, against the batch."""
+
+import numpy as np
+
+from plot import COLORS, pyplot
+from trainer import log, machines, predict
+
+
+def draw(result, phases, block, cost, path):
+    plt = pyplot()
+    panels = ["seconds" if cost else "steps", "tokens", *(["devices"] if result.get("devices") else [])]
+    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.8), layout="constrained")
+    low, high = min(r["batch"] for r in result["rows"]), max(r["batch"] for r in result["rows"])
+    grid = np.geomspace(low, high, 80) if high > low else np.array([low])
+    rows = [predict.row_at(phases, float(b), block, cost) for b in grid]
+    for ax, what in zip(axes, panels):
+        if what == "devices":
+            draw_devices(ax, result["devices"])
+        else:
+            draw_against_batch(ax, what, result, grid, rows)
+    figure.suptitle(f"{result['run']}: what other batches would take to a {result['loss_kind']} loss of {result['loss']:.4g}",
+                    x=0.01, ha="left", fontsize=14, fontweight="bold")
+    figure.supxlabel(f"{predict.TUNED} Bands: 95% of the measurement's errors, not of the theory's.", fontsize=9.5)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+    return path
+
+
+def draw_against_batch(ax, what, result, grid, rows):
+    """One curve with its band, the run's own batches, and the right one with its interval."""
+    title = {"seconds": "Time", "tokens": "Tokens", "steps": "Steps"}[what]
+    show = machines.span if what == "seconds" else log.count
+    ax.fill_between(grid, [r[f"{what}_low"] for r in rows], [r[f"{what}_high"] for r in rows], color=COLORS[0], alpha=0.2, lw=0)
+    ax.plot(grid, [r[what] for r in rows], color=COLORS[0], label="predicted, constant batch")
+    own, right = result["own"], result["right_batch"]
+    first, last = own["batch_low"], own["batch_high"]
+    if own.get(what):
+        ax.plot([first, last], [own[what]] * 2, color=COLORS[1], marker="o", ms=6, lw=3,
+                label=f"this run, batch {first:.0f}" + (f" to {last:.0f}" if last > first else ""))
+    aim = {"seconds": "time", "tokens": "tokens", "steps": "balance"}[what]
+    if right.get(aim):
+        if right.get(f"{aim}_low") and right[f"{aim}_high"] > right[f"{aim}_low"]:
+            ax.axvspan(right[f"{aim}_low"], min(right[f"{aim}_high"], grid[-1]), color=COLORS[2], alpha=0.13, lw=0)
+        words = {"time": "fastest", "tokens": "fewest tokens", "balance": "the noise scale"}[aim]
+        ax.axvline(right[aim], color=COLORS[2], ls="--", label=f"{words}: {right[aim]:.3g}")
+    if what == "seconds" and "deadline" in result:
+        ax.axhline(result["deadline"]["within"], color=COLORS[3], ls=":", label="the deadline")
+    ax.set_title(f"{title} against batch")
+    ax.set_xlabel("batch (sequences)")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+    lowest, highest = min(r[f"{what}_low"] for r in rows), max(r[f"{what}_high"] for r in rows)
+    ticks = [float(f"{lowest * (highest / lowest) ** (i / 5):.2g}") for i in range(6)] if highest > lowest else [lowest]
+    ax.set_yticks(ticks, labels=[show(t) for t in ticks])
+    ax.yaxis.set_minor_formatter(lambda *_: "")
+    ax.minorticks_off()
+    if what == "seconds" and lowest < 3600:
+        ax.set_ylabel("minutes:seconds" if highest >= 60 else "seconds")
+    ax.legend(frameon=True, framealpha=0.85, edgecolor="none")
+
+
+def draw_devices(ax, rows):
+    """Time and device-hours over the number of devices, each at its right batch."""
+    counts = [r["devices"] for r in rows]
+    ax.plot(counts, [r["seconds"] / rows[0]["seconds"] for r in rows], color=COLORS[0], marker="o", label="time")
+    hours = [r["device_hours"] / rows[0]["device_hours"] for r in rows]
+    ax.plot(counts, hours, color=COLORS[1], marker="o", label="device-hours")
+    ax.set_title(f"Devices, against {counts[0]}")
+    ax.set_xlabel("devices, each number at its right batch")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log")
+    ax.set_xticks(counts, labels=[f"{n}" for n in counts])
+    for row in rows:
+        ax.annotate(f"batch {row['batch']:g}", (row["devices"], row["seconds"] / rows[0]["seconds"]), xytext=(3, -13),
+                    textcoords="offset points", fontsize=9, color="#444444")
+    for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+        axis(lambda v, _: f"{v:g}x")
+    ax.margins(0.14)
+    ax.legend()
