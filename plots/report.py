@@ -6,9 +6,10 @@ One run at a glance, or several over each other: loss, noise scale against batch
 
 import os
 
-from plots import style
+from configurator import ConfigError
+from plots import style, whatif
 from plots.style import COLORS, series
-from trainer import noise
+from trainer import noise, predict
 
 
 def draw(*out_dirs, path=None):
@@ -16,9 +17,10 @@ def draw(*out_dirs, path=None):
     runs = [(os.path.basename(os.path.normpath(d)), style.load(d)) for d in out_dirs]
     path = path or (os.path.join(out_dirs[0], "report.png") if len(runs) == 1 else "compare.png")
     figure = style.pyplot().figure(figsize=(11, 8.2), layout="constrained")
-    grid = figure.add_gridspec(4, 2)
-    loss_ax, gns_ax = figure.add_subplot(grid[:2, 0]), figure.add_subplot(grid[:2, 1])
-    part_ax, lr_ax, rate_ax = figure.add_subplot(grid[2:, 0]), figure.add_subplot(grid[2, 1]), figure.add_subplot(grid[3, 1])
+    grid = figure.add_gridspec(4, 6)
+    loss_ax, gns_ax, answer_ax = (figure.add_subplot(grid[:2, :3]), figure.add_subplot(grid[:2, 3:]),
+                                  figure.add_subplot(grid[2:, 2:4]))
+    part_ax, lr_ax, rate_ax = figure.add_subplot(grid[2:, :2]), figure.add_subplot(grid[2, 4:]), figure.add_subplot(grid[3, 4:])
     for color, (name, rows) in zip(COLORS * 9, runs):
         draw_loss(loss_ax, rows, name, color, alone=len(runs) == 1)
         draw_noise(gns_ax, rows, name, color, alone=len(runs) == 1)
@@ -36,11 +38,23 @@ def draw(*out_dirs, path=None):
             ax.set_yscale("log")
         if ax.get_legend_handles_labels()[0]:
             ax.legend()
+    draw_answer(answer_ax, out_dirs if len(runs) == 1 else ())
     style.decades(gns_ax.yaxis)
     style.counts(rate_ax.yaxis)
     rate_ax.set_ylim(bottom=0)
     style.save(figure, path)
     return path
+
+
+def draw_answer(ax, out_dirs):
+    """Predicted time against batch, the run's own batches, and the right one with its interval."""
+    try:
+        folder, = out_dirs
+        result, run, phases = predict.of_run(folder)
+    except (ConfigError, ValueError):
+        return ax.remove()
+    cost = predict.step_cost(run)
+    whatif.draw_against_batch(ax, "seconds" if cost else "steps", result, phases, run.block, cost)
 
 
 def draw_loss(ax, rows, name, color, alone):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from plot import COLORS, pyplot
+from plots.style import COLORS, pyplot
 from trainer import log, machines, predict
 
 
@@ -10,14 +10,11 @@ def draw(result, phases, block, cost, path):
     plt = pyplot()
     panels = ["seconds" if cost else "steps", "tokens", *(["devices"] if result.get("devices") else [])]
     figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.8), layout="constrained")
-    low, high = min(r["batch"] for r in result["rows"]), max(r["batch"] for r in result["rows"])
-    grid = np.geomspace(low, high, 80) if high > low else np.array([low])
-    rows = [predict.row_at(phases, float(b), block, cost) for b in grid]
     for ax, what in zip(axes, panels):
         if what == "devices":
             draw_devices(ax, result["devices"])
         else:
-            draw_against_batch(ax, what, result, grid, rows)
+            draw_against_batch(ax, what, result, phases, block, cost)
     figure.suptitle(f"{result['run']}: what other batches would take to a {result['loss_kind']} loss of {result['loss']:.4g}",
                     x=0.01, ha="left", fontsize=14, fontweight="bold")
     figure.supxlabel(f"{predict.TUNED} Bands: 95% of the measurement's errors, not of the theory's.", fontsize=9.5)
@@ -26,8 +23,11 @@ def draw(result, phases, block, cost, path):
     return path
 
 
-def draw_against_batch(ax, what, result, grid, rows):
+def draw_against_batch(ax, what, result, phases, block, cost):
     """One curve with its band, the run's own batches, and the right one with its interval."""
+    low, high = min(r["batch"] for r in result["rows"]), max(r["batch"] for r in result["rows"])
+    grid = np.geomspace(low, high, 80) if high > low else np.array([low])
+    rows = [predict.row_at(phases, float(b), block, cost) for b in grid]
     title = {"seconds": "Time", "tokens": "Tokens", "steps": "Steps"}[what]
     show = machines.span if what == "seconds" else log.count
     ax.fill_between(grid, [r[f"{what}_low"] for r in rows], [r[f"{what}_high"] for r in rows], color=COLORS[0], alpha=0.2, lw=0)

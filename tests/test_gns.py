@@ -221,3 +221,25 @@ def test_calibration_state_survives_json_bit_for_bit():
     for c in (calibration, copy):
         c.update(part, 100, (1.0, 2.0), (1.0, 1.5))
     assert copy.state_dict() == calibration.state_dict() and copy.factor() == calibration.factor()
+
+
+def test_a_factor_once_determined_is_held_with_a_growing_interval():
+    calibration, part = Calibration(1000), NoiseScale(1000)
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        part.update(1.0 + 0.01 * rng.standard_normal(), 5.0, 10)
+        calibration.update(part, 10, (1.0 + 0.01 * rng.standard_normal(), 10.0), (1.0 + 0.01 * rng.standard_normal(), 5.0))
+    value, low, high = calibration.factor()
+    assert value == pytest.approx(2.0, rel=0.05) and high / low < 1.1
+    widths = [high / low]
+    for i in range(60):  # exact steps that tell nothing: |G|^2 of the whole model swings about zero
+        part.update(1.0, 5.0, 100)
+        calibration.update(part, 100, (100.0 * (-1) ** i, 10.0), (1.0, 5.0))
+        held, low, high = calibration.factor()
+        widths.append(high / low)
+    assert calibration.measured() is None and abs(held - 2.0) < 0.5
+    assert widths[-1] > widths[10] > widths[0] and widths[-1] > 1.5
+    assert calibration.apply(part)[0] == pytest.approx(held * part.gns)
+    copy = Calibration(1000)
+    copy.load_state_dict(json.loads(json.dumps(calibration.state_dict())))
+    assert copy.factor() == calibration.factor()

@@ -194,15 +194,17 @@ def test_exact_mode_trains_as_norm_mode_does_and_logs_every_group(tmp_path, tiny
 
 def test_calibration_takes_exact_steps_at_the_asked_distance_and_finds_the_exact_factor(tmp_path, tiny_args):
     """A model that stands still, so that exact mode's own ratio is the truth."""
-    common = dict(max_tokens=24_000, gns_half_life_tokens=10**9, learning_rate=0, min_lr=0, batch_schedule="constant",
+    common = dict(max_tokens=24_000, gns_half_life_tokens=10**9, learning_rate=0, min_lr=0, batch_schedule="constant", seed=1,
                   eval_tokens=0, log_interval=10)
     train.main(tiny_args(out_dir=tmp_path / "some", gns_calibrate_tokens=1000, **common))
-    train.main(tiny_args(out_dir=tmp_path / "exact", gns="exact", gns_adam=False, **common))
+    train.main(tiny_args(out_dir=tmp_path / "exact", gns="exact", **common))
     some, exact = ([r for r in log.read(tmp_path / m) if "train/loss" in r][-1] for m in ("some", "exact"))
-    truth = exact["gns/total"] / exact["gns/norm"]
-    assert some["gns/calibration_low"] < truth < some["gns/calibration_high"]
-    assert some["gns/calibration"] == pytest.approx(truth, rel=0.5)
-    assert some["gns/calibrated"] == pytest.approx(some["gns/calibration"] * some["gns/norm"])
+    for metric in ("", "_adam"):
+        truth = exact[f"gns/total{metric}"] / exact[f"gns/norm{metric}"]
+        assert some[f"gns/calibration{metric}_low"] < truth < some[f"gns/calibration{metric}_high"]
+        assert some[f"gns/calibration{metric}"] == pytest.approx(truth, rel=0.5)
+        assert some[f"gns/calibrated{metric}"] == pytest.approx(some[f"gns/calibration{metric}"] * some[f"gns/norm{metric}"])
+    assert some["gns"] == some["gns/calibrated_adam"] and exact["gns"] == exact["gns/total_adam"]
     exact_steps = checkpoint.load(str(tmp_path / "some"))["gns"]["calibrations"][""]["averages"]["updates"]
     assert 20 <= exact_steps <= 24  # one in 1,000 tokens, less those before the norm layers' own scale is determined
 

@@ -19,8 +19,9 @@ import numpy as np
 
 import gns
 from configurator import ConfigError
-from plot import curve, reach
+from plots.compare import curve, reach
 from trainer import log
+from trainer.noise import source
 
 TUNED = "Assumes a learning rate tuned for each batch size."
 ONE_SIDED = "Where it was checked, smaller batches took more than predicted, larger ones less (docs/whatif.md)."
@@ -68,6 +69,19 @@ class Cost:
         return f / s, f_low / s_high, f_high / s_low
 
 
+@dataclasses.dataclass
+class Machine:
+    """What the table is for: the run's own machine, or the one that the command line asks for."""
+    devices: int
+    micro: int
+    cost: Cost | None
+    measured: bool
+
+    @property
+    def quantum(self):
+        return self.devices * self.micro
+
+
 def product(*triples):
     """The product of independent triples: relative errors in quadrature."""
     value = math.prod(t[0] for t in triples)
@@ -112,8 +126,12 @@ def triple(row, key):
 
 
 def noise_key(run):
-    """The log key of the noise scale to predict from: the whole model's, in the metric of config.gns_metric if there, else in
-    Adam's. Where there is none, the reason and what to change; the norm layers' own value predicts nothing."""
+    """The log key of the noise scale to predict from: the one that the run goes by; in a log that does not say, the whole
+    model's, in Adam's metric if there. Where there is none, the reason and what to change: the norm layers' own value
+    predicts nothing."""
+    newest = next((row for row in reversed(run.steps) if row.get("gns") is not None), None)
+    if newest:
+        return source(newest)
     metrics = ("", "_adam") if run.config.get("gns_metric") == "plain" else ("_adam", "")
     keys = [f"gns/{name}{metric}" for metric in metrics for name in ("total", "calibrated")]
     found = next((key for key in keys if any(triple(row, key) for row in run.steps)), None)
@@ -415,3 +433,46 @@ def default_batches(phases, noise, best, quantum):
     while found[-1] < top and len(found) < 16:
         found.append(2 * found[-1])
     return found
+
+
+# -- all of it
+
+
+def predict(run, machine, to_loss=None, batches=None, rate=None):
+    """(result, phases): what whatif.py shows, as plain values. batches: those of the table. rate: money per second."""
+    key = noise_key(run)
+    values, known = noise_values(run.steps, key)
+    loss, kind, until = target(run, to_loss)
+    found = phases(run, values, until)
+    cost, quantum, block = machine.cost, machine.quantum, run.block
+    mean = mean_noise(found)
+    right = right_batch(mean, cost, quantum)
+    batches = batches or default_batches(found, mean, right["time"], quantum)
+    result = {"run": run.folder, "loss": loss, "loss_kind": kind, "assumes": TUNED,
+              "rows": [row_at(found, b, block, cost, rate) for b in batches],
+              "step_time": step_time(cost), "right_batch": right,
+              "right_batch_at_the_end": right_batch(found[-1].noise, cost, quantum),
+              "noise": {"key": key, "rows": len(values), "determined": known, "lowest": min(p.noise[0] for p in found),
+                        "highest": max(p.noise[0] for p in found)},
+              "own": own(found, block, cost), "lost": lost(found, cost, quantum, block),
+              "machine": {"devices": machine.devices, "quantum": quantum, "measured": machine.measured}}
+    if cost:
+        best = stages(found, "time", cost, quantum, block)
+        result["best_constant"] = row_at(found, fastest_constant(found, cost, quantum), block, cost, rate)
+        result["best_schedule"] = {"stages": best, **price(found, schedule_at(best), block, cost)}
+    return result, found
+
+
+def of_run(folder):
+    """(result, run, phases) of a run on its own machine."""
+    run = read(folder)
+    result, found = predict(run, Machine(run.devices, run.micro, step_cost(run), True))
+    return result, run, found
+
+
+def step_time(cost):
+    if cost is None:
+        return {"fixed_ms": None, "per_sequence_ms": None}
+    parts = (("fixed_ms", cost.fixed), ("per_sequence_ms", cost.per_sequence))
+    return {k: v for name, values in parts for k, v in spell(name, tuple(1e3 * v for v in values)).items()} | {
+        "source": cost.source}

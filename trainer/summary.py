@@ -8,7 +8,7 @@ import torch
 
 import ln_kernel
 import schedule
-from trainer import log, noise
+from trainer import advice, log, noise
 
 
 def opening(run, parameters):
@@ -77,39 +77,37 @@ def closing(config):
     val = [r["val/loss"] for r in rows if r.get("val/loss") is not None] or [float("nan")]
     lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps, time "
                  f"{log.duration(steps[-1]['seconds'])}; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
-    lines += noise_summary(steps, config) + [schedule_summary(rows, steps, config)]
-    lines.append(f"Picture: {report.draw(config.out_dir)}    Text: python sample.py {config.out_dir}")
+    lines += advice.right_batch(config.out_dir) + noise_summary(steps, config) + [schedule_summary(rows, steps, config)]
+    lines.append(f"Picture: {report.draw(config.out_dir)}    Text: python sample.py {config.out_dir}    "
+                 f"Other batches: python whatif.py {config.out_dir}")
     return "\n".join(lines)
 
 
 def noise_summary(steps, config):
-    """Sentences about the noise scale: what it was, what batch it asks for, what the schedule did."""
+    """Sentences about the noise scale: what it was, and where the run's batch lay beside it."""
+    known, own = [row for row in steps if noise.noise(row)], noise.noise(steps[-1], "gns/norm")
     if config.gns == "off":
         return ["The noise scale was not measured (gns=off)."]
     if config.batch_size == 1:
         return ["A step of one example has no noise scale: give batch_size=2 or more to measure it."]
-    end, known = steps[-1], [row for row in steps if noise.noise(row)]
-    own = noise.noise(end, "gns/norm")
     if noise.noise_key(config) is None:
         return ["The norm layers' noise scale is " + ("{:.3g} [{:.3g}, {:.3g}]".format(*own) if own else "undetermined")
                 + ". The whole model's is proportional to it, not equal: gns_calibrate_tokens measures the factor."]
     if not known:
         return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
                 "Try a longer gns_half_life_tokens or a larger batch_size."]
-    end = known[-1]
+    end, share = known[-1], lambda row: row["tokens"] / steps[-1]["tokens"]
     g, low, high = noise.noise(end)
-    nearest = [min(known, key=lambda row: abs(row["tokens"] - share * end["tokens"])) for share in (0.25, 0.5, 0.75)]
+    nearest = [min(known, key=lambda row: abs(share(row) - at)) for at in (0.25, 0.5, 0.75)]
     path = {row["step"]: row for row in nearest if row is not end}.values()
-    over = "".join(f"{noise.noise(row)[0]:.3g} at {row['tokens'] / end['tokens']:.0%} (batch {row['batch_size']}), "
-                   for row in path)
-    B = end["batch_size"]
-    verdict = (f"{B / g:.1f} times that: steps are cleaner than they need to be, a smaller batch would learn more per token"
-               if B > 1.5 * g > 0 else
-               f"{g / B:.1f} times less: steps are noisy, a larger batch would cost few extra tokens and save steps"
-               if g > 1.5 * B else "about that: tokens and steps are well balanced")
-    lines = [f"Noise scale of {noise.words(end)}, in sequences: {over}{g:.3g} at the end "
-             f"(95% interval {low:.3g} to {high:.3g}), which is {log.count(g * config.block_size)} tokens.",
-             f"It suggests a batch of about {max(2, round(g))} sequences. This run ended at {B}, {verdict}."]
+    over = "".join(f"{noise.noise(row)[0]:.3g} at {share(row):.0%} (batch {row['batch_size']}), " for row in path)
+    B, when = end["batch_size"], "the end" if end is steps[-1] else f"{share(end):.0%}, undetermined since"
+    verdict = ("inside its interval: tokens and steps are balanced" if low <= B <= high else
+               f"above its interval, {B / g:.1f} times the noise scale: a smaller batch would learn more per token" if B > high
+               else f"below its interval, {g / B:.1f} times less: a larger batch would save steps for few tokens")
+    lines = [f"Noise scale of {noise.words(end)}, in sequences: {over}{g:.3g} at {when} "
+             f"(95% interval {low:.3g} to {high:.3g}), {log.count(g * config.block_size)} tokens. The batch of {B} there is "
+             f"{verdict}."]
     if config.gns == "norm":
         suffix = "_adam" if noise.metric(config) == "adam" else ""
         factor, low, high = (end[f"gns/calibration{suffix}{part}"] for part in ("", "_low", "_high"))
@@ -119,18 +117,20 @@ def noise_summary(steps, config):
 
 
 def schedule_summary(rows, steps, config):
-    """A sentence about the batches of the run, beside those that the noise scale asked for."""
+    """A sentence about the batches of the run, beside the noise scale on the way."""
     first, last = steps[0]["batch_size"], steps[-1]["batch_size"]
     text = f"The schedule ({config.batch_schedule}) " + (
         f"kept the batch at {last}" if all(r["batch_size"] == last for r in steps) else
         f"took the batch from {first} to {last}")
-    known = [(row["tokens"] - before["tokens"], row["batch_size"] / noise.noise(row)[0])
-             for before, row in zip([{"tokens": 0}, *steps], steps) if noise.noise(row) and noise.noise(row)[0] > 0]
+    read = [(row["tokens"] - before["tokens"], row["batch_size"], noise.noise(row))
+            for before, row in zip([{"tokens": 0}, *steps], steps)]
+    known = [(tokens, B, found) for tokens, B, found in read if found]
     if known:
-        total = sum(tokens for tokens, _ in known)
-        above, below = (sum(t for t, r in known if test(r)) / total for test in (lambda r: r > 2, lambda r: r < 0.5))
-        text += (f"; of the tokens with a known noise scale, {above:.0%} were read in batches above twice it and "
-                 f"{below:.0%} in batches below half of it")
+        total, every = (sum(tokens for tokens, _, _ in those) for those in (known, read))
+        above, below = (sum(t for t, B, (_, low, high) in known if test(B, low, high)) / total
+                        for test in (lambda B, low, high: B > high, lambda B, low, high: B < low))
+        text += (f"; the noise scale was known for {total / every:.0%} of its tokens, of which {above:.0%} were read in "
+                 f"batches above its interval and {below:.0%} below")
     moves = [(r["event"].split(":")[0].removeprefix("batch "), r["tokens"]) for r in rows
              if r.get("event", "").startswith("batch ") and " -> " in r["event"]]
     if schedule.kind(config).measured:

@@ -1,0 +1,120 @@
+"""What a step costs, by a clock that the tests turn."""
+
+import pytest
+import torch
+
+import train
+from configurator import Config
+from rightbatch.tracker import EARLY
+from tests.conftest import TINY
+from trainer import checkpoint, log
+from trainer.optimizer import Optimizer
+from trainer.step import TrainingStep
+from trainer.step_time import WARM_UP, StepTime, row, split
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch):
+    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+
+
+@pytest.fixture
+def turned(monkeypatch):
+    """A clock on which a micro-step of train.py takes 1 s and an update 3 s."""
+    clock = [0.0]
+
+    def after(cls, name, seconds):
+        real = getattr(cls, name)
+
+        def slow(self, *args):
+            result = real(self, *args)
+            clock[0] += seconds
+            return result
+        monkeypatch.setattr(cls, name, slow)
+    after(TrainingStep, "forward", 1.0)
+    after(Optimizer, "clip_and_step", 3.0)
+    monkeypatch.setattr(StepTime, "now", lambda self: clock[0])
+    return clock
+
+
+def steps_of(out):
+    return [r for r in log.read(out) if "train/loss" in r]
+
+
+def test_micro_steps_are_per_sequence_and_the_update_is_fixed(tmp_path, tiny_args, turned):
+    assert train.main(tiny_args(out_dir=tmp_path)) == 0
+    last, early = steps_of(tmp_path)[-1], steps_of(tmp_path)[WARM_UP - 1]
+    for end in ("", "_low", "_high"):
+        assert last["step_time/fixed_ms" + end] == pytest.approx(3000)
+        assert last["step_time/per_sequence_ms" + end] == pytest.approx(1000 / TINY["micro_batch_size"])
+    assert "step_time/fixed_ms" not in early, "a cold start is not counted"
+
+
+@pytest.mark.parametrize("micro_steps, update, several, tail, expected", [
+    ([1.0, 1.2], 0.5, False, None, (1.1, 0.5)),  # one process: nothing communicates
+    ([1.0, 1.0, 1.4], 0.5, True, None, (1.0, 0.9)),  # what the last micro-step takes longer
+    ([1.4], 0.5, True, 0.3, (1.1, 0.8)),  # one micro-step under DDP: from the last gradient on
+    ([1.4], 0.5, True, None, (1.4, 0.5)),  # under FSDP it cannot be told
+])
+def test_what_communicates_is_fixed_cost(micro_steps, update, several, tail, expected):
+    assert split(micro_steps, update, several, tail) == pytest.approx(expected)
+
+
+def made_up(seed, steps=60, several=False):
+    """Steps of 1 to 4 micro-batches of 8, 20 ms a sequence and 50 ms fixed, each with its own error."""
+    noise = torch.Generator().manual_seed(seed)
+    timer = StepTime("cpu", 8, 10**9)
+    for i in range(WARM_UP + steps):
+        errors = (0.01 * torch.randn(i % 4 + 2, generator=noise)).tolist()
+        marks = [0.0]
+        for error in errors[1:]:
+            marks.append(marks[-1] + 0.16 + error)
+        timer.absorb(([*marks, marks[-1] + 0.05 + errors[0]], None), 100)
+    return timer.estimate()
+
+
+def test_the_intervals_cover_the_true_cost():
+    inside = {"fixed": 0, "per_sequence": 0}
+    for seed in range(200):
+        for name, truth in (("fixed", 0.05), ("per_sequence", 0.02)):
+            _, low, high = made_up(seed)[name]
+            inside[name] += low <= truth <= high
+    assert all(count >= 180 for count in inside.values()), inside
+
+
+def test_under_ddp_the_moment_of_the_last_gradient_is_seen_and_one_process_has_no_hook():
+    weight = torch.nn.Parameter(torch.ones(2))
+    timer = StepTime("cpu", 8, 1000, world=2, last_ready=weight)
+    timer.begin()
+    weight.sum().backward()
+    timer.micro_step()
+    marks, ready = timer.end()
+    assert len(marks) == 3 and marks[0] <= ready <= marks[1]
+    alone = StepTime("cpu", 8, 1000, world=1, last_ready=torch.nn.Parameter(torch.ones(2)))
+    alone.begin()
+    assert alone.end()[1] is None
+
+
+def test_a_state_from_another_setting_is_not_taken_over():
+    timer, same, other = StepTime("cpu", 8, 1000), StepTime("cpu", 8, 1000), StepTime("cpu", 16, 1000)
+    for _ in range(WARM_UP + 4):
+        timer.absorb(([0.0, 1.0, 1.5], None), 10)
+    for copy in (same, other):
+        copy.load_state_dict(timer.state_dict())
+    assert same.estimate() == timer.estimate() and other.estimate() is None
+    assert row(None) == {} and timer.averages.early == EARLY
+
+
+TIMED = dict(batch_schedule="gns", gns="exact", batch_objective="time", batch_size_start=4, batch_size=64, max_tokens=9600,
+             batch_gns_dwell_tokens=600, gns_half_life_tokens=2000, checkpoint_tokens=0)
+
+
+def test_a_controller_by_time_saves_each_move_so_that_a_resumed_run_keeps_it(tmp_path, tiny_args, turned, monkeypatch):
+    saves, real = [], checkpoint.save
+    monkeypatch.setattr(checkpoint, "save", lambda out, state: (saves.append(state["state"]["step"]), real(out, state)))
+    assert train.main(tiny_args(out_dir=tmp_path, **TIMED)) == 0
+    rows = log.read(tmp_path)
+    moves = [r for r in rows if " -> " in r.get("event", "")]
+    assert moves and "fastest batch" in moves[0]["event"] and "3e+03 ms a step and 250 ms a sequence" in moves[0]["event"]
+    assert saves == [0, *(r["step"] for r in moves), rows[-1]["step"]]
+    assert Config(**{**TINY, **TIMED}).batch_objective == "time"
