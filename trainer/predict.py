@@ -114,6 +114,8 @@ def read(folder):
     except (OSError, ValueError):
         facts = {}
     config, last = facts.pop("config", {}), steps[-1]
+    if not (config.get("block_size") or last.get("examples")):
+        raise ConfigError(f"{folder}: neither config.json nor {log.NAME} tells the tokens of a sequence (block_size)")
     block = config.get("block_size") or last["tokens"] // last["examples"]
     micro = config.get("micro_batch_size") or min(row["batch_size"] // row.get("accum", 1) for row in steps)
     return Run(folder, rows, steps, config, facts, block, facts.get("processes", 1), micro)
