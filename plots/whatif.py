@@ -74,7 +74,7 @@ def draw_devices(ax, rows):
     for row in rows:
         ax.annotate(f"batch {row['batch']:g}", (row["devices"], row["seconds"] / rows[0]["seconds"]), xytext=(3, -13),
                     textcoords="offset points", fontsize=9, color="#444444")
-    for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
-        axis(lambda v, _: f"{v:g}x")
+    ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}x")
+    ax.yaxis.set_minor_formatter(lambda v, _: f"{v:g}x" if f"{v:e}"[0] in "25" else "")
     ax.margins(0.14)
     ax.legend()
