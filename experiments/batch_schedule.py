@@ -42,7 +42,7 @@ def experiment(runs, seeds):
     """({group: [run folder per seed]} after all runs, {group: factor on the learning rate}); the first group is fixed."""
     config = runs.config
     kinds = {f"constant {b}": dict(batch_schedule="constant", batch_size=b) for b in batch_sizes(config)}
-    kinds |= {"linear": dict(batch_schedule="linear"), "gns": dict(batch_schedule="gns")}
+    kinds |= {"linear": dict(batch_schedule="linear"), "gns": dict(batch_schedule="gns", batch_objective="balance")}
 
     def wanted(kind, factor, seed):
         return {name(kind, factor, seed): dict(kinds[kind], seed=seed, learning_rate=config.learning_rate * factor,

@@ -21,8 +21,8 @@ from trainer import checkpoint, hardware, log  # noqa: E402
 
 # a model of seconds, to see that everything works
 TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, batch_size=8, batch_size_start=4,
-            max_tokens=1280, warmup_tokens=128, gns_half_life_tokens=300, gns_calibrate_tokens=0, eval_iters=8, log_interval=2,
-            checkpoint_tokens=0, device="cpu", dtype="float32", compile="False")
+            max_tokens=1280, warmup_tokens=128, gns_half_life_tokens=300, gns_calibrate_tokens=256, eval_iters=8,
+            log_interval=2, checkpoint_tokens=0, device="cpu", dtype="float32", compile="False")
 
 
 def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None):
@@ -35,6 +35,7 @@ def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None):
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--out", default=f"out/{folder or name}", help="where the runs go")
     parser.add_argument("--results", default=os.path.join(ROOT, "results"), help="where numbers and picture go")
+    parser.add_argument("--name", default=name, help="of the numbers file and the picture")
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, to see that everything works")
     args, overrides = parser.parse_known_args(argv)
     own = {} if args.config else dict(settings or {})
@@ -46,8 +47,9 @@ def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None):
                                      *overrides])
     except configurator.ConfigError as e:
         configurator.die(e)
-    args.name, args.started = name, time.time()
-    given = [f"--{k}={getattr(args, k)}" for k in ("config", "seeds", "device") if getattr(args, k) != parser.get_default(k)]
+    args.started = time.time()
+    given = [f"--{k}={getattr(args, k)}" for k in ("config", "seeds", "device", "name")
+             if getattr(args, k) != parser.get_default(k)]
     args.command = " ".join([f"python experiments/{name}.py", *given, *(["--tiny"] if args.tiny else []), *overrides])
     return args, config
 

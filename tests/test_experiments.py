@@ -1,3 +1,4 @@
+import itertools
 import os
 import sys
 
@@ -8,6 +9,7 @@ sys.path.insert(0, os.path.join(ROOT, "experiments"))
 
 import batch_schedule  # noqa: E402
 import common  # noqa: E402
+import prediction  # noqa: E402
 
 # -- common.py
 
@@ -52,3 +54,31 @@ def test_the_finding_says_what_came_out_whichever_way():
     assert text.endswith("constant 16 beats it in both.")
     text = batch_schedule.finding({"groups": {"fixed": fixed, "linear": linear, "gns": group(None, None)}})
     assert "did not reach" in text
+
+
+# -- prediction.py
+
+def test_the_prediction_experiment_runs_and_tells_every_candidate_and_distance(tiny, capsys):
+    result = tiny(prediction, "--seeds", "1")
+    assert len(tiny.runs) == len(set(tiny.runs)) == 6 * 3 + 6 + 3
+    assert set(result["table"]) == set(prediction.CANDIDATES)
+    assert set(result["learning_rate_factors"]) == {"4", "8", "16", "32", "64", "128"}
+    assert result["table"]["gns/total_adam"]["second half"]["x2"]["predictions"] > 0
+
+
+def test_predictions_are_exact_where_runs_follow_the_theory():
+    """Runs that need S + E/B steps to each loss: by the true noise scale E/S every prediction is right, by half of it none is."""
+    def steps(batch, done):
+        return done * (1 + 40 / batch)
+    found = []
+    for source, batch, share in itertools.product((8, 16), (4, 8, 16, 32, 64), (0.3, 0.8)):
+        if batch != source:
+            found.append(dict(half="second half", loss=2.0, source=source, batch=batch, seed=0, key="gns/total_adam",
+                              phases=[(steps(source, 100 * share), source, 40.0)], taken=steps(batch, 100 * share)))
+    result = prediction.table(found)["gns/total_adam"]
+    assert result["second half"]["x4"]["worst_error"] == pytest.approx(0, abs=1e-12)
+    assert result["best_factor"] == pytest.approx(1, rel=0.02)
+    halved = [dict(p, phases=[(s, b, n / 2) for s, b, n in p["phases"]]) for p in found]
+    result = prediction.table(halved)["gns/total_adam"]
+    assert result["second half"]["x2"]["median_error"] > 0.05 and result["best_factor"] == pytest.approx(2, rel=0.02)
+    assert result["with_best_factor"]["x2"]["worst_error"] < 0.02

@@ -1,0 +1,172 @@
+"""
+Does one run replace the sweep? From single runs, the steps of every other batch to a loss, against the runs that took them.
+
+    python experiments/prediction.py                       # 3 x 96: 54 runs, an hour and a half on two quiet cores
+    python experiments/prediction.py --seeds 1             # a first look
+    python experiments/prediction.py --config config/quickstart.py --name=prediction_quickstart
+
+Constant batches, each with the best of three learning rates (by final validation loss, on a seed that is not reported). Every
+reported run is exact, and those at the source batches are made once more with gns=norm, which calibrates. From each source run,
+by each candidate noise scale (norm layers, calibrated, total; plain, Adam's metric): predicted over really taken steps, to five
+losses in either half of training. Then the factor on the noise scale that would have predicted best.
+"""
+
+import itertools
+import statistics
+import sys
+
+import numpy as np
+from common import Runs, parse, write
+
+import gns
+from configurator import ConfigError
+from plots import style
+from plots.compare import curve, reach
+from trainer import predict
+
+PAPER = ("The paper: predicts nothing of this kind. McCandlish et al. 2018 (arXiv 1812.06162, section 2) say that a step of "
+         "batch B makes the share B / (B + N) of the progress of one without noise.")
+SETTINGS = dict(n_layer=3, n_embd=96, n_head=3, max_tokens=1_500_000, warmup_tokens=75_000, gns_half_life_tokens=150_000,
+                batch_size_start=8)
+TINY = dict(gns_calibrate_tokens=64, max_tokens=2560)
+BATCHES, SOURCES, FACTORS = (4, 8, 16, 32, 64, 128), (8, 16, 32), (1.0, 2.0, 4.0)
+CANDIDATES = {"gns/total_adam": "exact", "gns/calibrated_adam": "norm", "gns/norm_adam": "exact",
+              "gns/total": "exact", "gns/calibrated": "norm", "gns/norm": "exact"}  # key: the run that has it
+
+
+def run_name(batch, factor, seed, mode):
+    return f"batch{batch}_lr{factor:g}_seed{seed}_{mode}"
+
+
+def experiment(runs, seeds, tuning_seed):
+    """{batch: factor on the learning rate}, after all runs."""
+    config = runs.config
+
+    def wanted(those):
+        return {run_name(b, f, s, mode): dict(
+            batch_schedule="constant", batch_size=b, batch_size_start=b, micro_batch_size=min(b, config.micro_batch_size),
+            seed=s, learning_rate=config.learning_rate * f, min_lr=config.min_lr * f, gns=mode) for b, f, s, mode in those}
+    runs.do(wanted((b, f, tuning_seed, "norm") for b in BATCHES for f in FACTORS))
+    best = {b: min(FACTORS, key=lambda f: runs.final_loss(run_name(b, f, tuning_seed, "norm"))) for b in BATCHES}
+    runs.do(wanted((b, best[b], s, mode) for s in seeds for mode in ("exact", "norm") for b in BATCHES
+                   if mode == "exact" or b in SOURCES))
+    return best
+
+
+def taken(runs, best, seeds):
+    """{batch: [validation curve of each seed]}"""
+    return {b: [curve(runs.rows(run_name(b, best[b], s, "exact")), "val") for s in seeds] for b in BATCHES}
+
+
+def losses(curves):
+    """{half: five losses} that every batch reaches, evenly spaced in steps of the middle batch's run."""
+    lowest = max(float(c["loss"].min()) for own in curves.values() for c in own)
+    run = curves[SOURCES[1]][0]
+    end = reach(run, lowest)["steps"]
+    at = {"first half": np.linspace(0.1, 0.5, 5), "second half": np.linspace(0.6, 1.0, 5)}
+    return {half: [float(np.interp(share * end, run["steps"], np.minimum.accumulate(run["loss"]))) for share in shares]
+            for half, shares in at.items()}
+
+
+def predictions(runs, best, seeds, curves):
+    """[{half, loss, source, batch, seed, key, phases, taken}]: everything that the table is made of."""
+    found = []
+    for half, levels in losses(curves).items():
+        for loss, source, seed, (key, mode) in itertools.product(levels, SOURCES, seeds, CANDIDATES.items()):
+            run = predict.read(runs.path(run_name(source, best[source], seed, mode)))
+            try:
+                until = predict.target(run, loss)[2]
+                phases = predict.at(predict.phases(run, predict.noise_values(run.steps, key)[0], until))
+            except (ConfigError, StopIteration):  # never determined, or not reached by this seed
+                continue
+            for batch in BATCHES:
+                steps = [r["steps"] for r in (reach(c, loss) for c in curves[batch]) if r and r["steps"] > 0]
+                if batch != source and steps:
+                    found.append(dict(half=half, loss=loss, source=source, batch=batch, seed=seed, key=key, phases=phases,
+                                      taken=statistics.fmean(steps)))
+    return found
+
+
+def ratio(p, factor=1.0):
+    """Predicted over taken steps, with every noise scale times `factor`."""
+    return gns.equivalent_steps([(s, b, n * factor) for s, b, n in p["phases"]], p["batch"]) / p["taken"]
+
+
+def errors(those, factor=1.0):
+    """Median and worst of |log(predicted / taken)| as shares, the median ratio, and how many."""
+    logs = [np.log(ratio(p, factor)) for p in those]
+    return {"median_error": float(np.expm1(np.median(np.abs(logs)))), "worst_error": float(np.expm1(np.max(np.abs(logs)))),
+            "median_ratio": float(np.exp(np.median(logs))), "predictions": len(logs)} if logs else None
+
+
+def far(p):
+    """Twice or half the batch is 1, four times or a quarter 2, ..."""
+    return abs(round(np.log2(p["batch"] / p["source"])))
+
+
+def table(found):
+    """{key: {half: {distance: errors}}}, and the factor that would have been best in the second half."""
+    result = {}
+    for key in CANDIDATES:
+        own = [p for p in found if p["key"] == key]
+        late = [p for p in own if p["half"] == "second half"]
+        result[key] = {half: {f"x{2**d}": errors([p for p in own if p["half"] == half and far(p) == d]) for d in (1, 2, 3, 4)}
+                       for half in ("first half", "second half")}
+        if late:
+            factor = float(min(np.geomspace(0.25, 8, 121), key=lambda f: np.median([abs(np.log(ratio(p, f))) for p in late])))
+            result[key]["best_factor"] = factor
+            result[key]["with_best_factor"] = {f"x{2**d}": errors([p for p in late if far(p) == d], factor) for d in (1, 2)}
+    return result
+
+
+def finding(result):
+    late = {key: own["second half"] for key, own in result.items() if own["second half"]["x2"]}
+    if not late:
+        return "Here: no prediction: the noise scale was undetermined, or no loss was reached by all."
+    best = min(late, key=lambda key: late[key]["x2"]["median_error"])
+    chosen = late.get("gns/calibrated_adam", late[best])
+    text = (f"Here, in the second half of training: by {best} the steps of twice or half the batch are predicted with a median "
+            f"error of {late[best]['x2']['median_error']:.0%}")
+    if late[best]["x4"]:
+        text += f", of four times or a quarter with {late[best]['x4']['median_error']:.0%}"
+    text += f"; by gns/calibrated_adam, which a run goes by, with {chosen['x2']['median_error']:.0%}"
+    return text + (f" and {chosen['x4']['median_error']:.0%}." if chosen["x4"] else ".")
+
+
+def draw(found, path):
+    """Predicted over taken, by candidate, against the distance in batch; second half of training."""
+    plt = style.pyplot()
+    figure, axes = plt.subplots(2, 3, figsize=(13, 7.5), layout="constrained", sharey=True, sharex=True)
+    for ax, key in zip(axes.flat, CANDIDATES):
+        for color, source in zip(style.COLORS, SOURCES):
+            own = [p for p in found if p["key"] == key and p["source"] == source and p["half"] == "second half"]
+            ax.plot([p["batch"] / source for p in own], [ratio(p) for p in own], "o", ms=4, alpha=0.6, color=color,
+                    label=f"from batch {source}")
+        ax.axhline(1, color="#888888", lw=1)
+        ax.axhspan(1 / 1.1, 1.1, color=style.COLORS[2], alpha=0.12, lw=0)
+        ax.set_title(key)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_yticks([0.5, 0.7, 0.9, 1.1, 1.4, 2.0], labels=["0.5", "0.7", "0.9", "1.1", "1.4", "2"])
+        ax.minorticks_off()
+        ax.xaxis.set_major_formatter(lambda v, _: f"x {v:g}")
+    axes[0, 0].legend()
+    figure.supxlabel("batch over that of the run predicted from")
+    figure.supylabel("steps, predicted over taken")
+    style.save(figure, path)
+
+
+def main(argv=None):
+    args, config = parse(argv, "prediction", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
+    config.eval_tokens = max(1, config.max_tokens // 60)  # losses are interpolated between evaluations
+    runs, seeds = Runs(config, args), list(range(1, args.seeds + 1))
+    best = experiment(runs, seeds, tuning_seed=0)
+    found = predictions(runs, best, seeds, taken(runs, best, seeds))
+    result = table(found)
+    path = write(args, config, PAPER, finding(result), {"learning_rate_factors": best, "table": result})
+    draw(found, path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
