@@ -1,4 +1,5 @@
 import itertools
+import json
 import os
 import sys
 
@@ -10,6 +11,7 @@ sys.path.insert(0, os.path.join(ROOT, "experiments"))
 import batch_schedule  # noqa: E402
 import common  # noqa: E402
 import prediction  # noqa: E402
+import step_cost  # noqa: E402
 
 # -- common.py
 
@@ -67,7 +69,7 @@ def test_the_prediction_experiment_runs_and_tells_every_candidate_and_distance(t
 
 
 def test_predictions_are_exact_where_runs_follow_the_theory():
-    """Runs that need S + E/B steps to each loss: by the true noise scale E/S every prediction is right, by half of it none is."""
+    """Runs that need S + E/B steps to each loss: by the true noise scale E/S all predictions are right, by half of it none."""
     def steps(batch, done):
         return done * (1 + 40 / batch)
     found = []
@@ -82,3 +84,21 @@ def test_predictions_are_exact_where_runs_follow_the_theory():
     result = prediction.table(halved)["gns/total_adam"]
     assert result["second half"]["x2"]["median_error"] > 0.05 and result["best_factor"] == pytest.approx(2, rel=0.02)
     assert result["with_best_factor"]["x2"]["worst_error"] < 0.02
+
+
+# -- step_cost.py
+
+def test_the_step_cost_experiment_compares_predicted_and_taken_times(tmp_path, monkeypatch, tiny_data, capsys):
+    monkeypatch.setattr(step_cost, "ACCUMULATIONS", (1, 2))
+    monkeypatch.setattr(step_cost, "STEPS", 16)
+    shape = ["--n_layer=1", "--n_embd=16", "--n_head=1", f"--dataset={tiny_data}", "--dtype=float32"]
+    assert step_cost.main(["--machines=one", f"--out={tmp_path}", f"--results={tmp_path}/cost.json", *shape]) == 0
+    with open(tmp_path / "cost.json") as f:
+        own = json.load(f)["machines"]["one"]
+    assert [row["batch"] for row in own["rows"]] == [8, 16] and own["ratio_t0_t1"] > 0
+    for row in own["rows"]:
+        expected = own["cost"]["step_time/fixed_ms"] + row["batch"] * own["cost"]["step_time/per_sequence_ms"]
+        assert row["predicted_ms"] == pytest.approx(expected) and row["ratio"] == pytest.approx(expected / row["taken_ms"])
+    assert "A step's fixed cost" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="expected some of one, two"):
+        step_cost.main(["--machines=three"])
