@@ -85,6 +85,7 @@ class Config:
     batch_schedule: str = opt("linear", BRANCH, "linear: from batch_size_start to batch_size over the run, as in the paper; "
                                                 "gns: follows the noise scale between the two", schedule.KINDS)
     batch_size_start: int = opt(8, BRANCH, "first batch of linear, smallest of gns", valid=AT_LEAST_1)
+    batch_late: float = opt(0.8, BRANCH, "for late: the share of the run after which the batch is batch_size", valid=BELOW_1)
     batch_steps: str = opt("", BRANCH, "for steps: tokens:batch, e.g. 0:32, 50M:64, 200M:128 (k, M, B for thousands to "
                                        "billions)")
     batch_file: str = opt("", BRANCH, "for file: a text file with lines of tokens and batch, straight lines between them; "
@@ -110,6 +111,8 @@ class Config:
     lr_decay: str = opt("linear", BRANCH, "shape after the warm-up", tuple(schedule.DECAYS))
     lr_scaling: str = opt("none", BRANCH, "learning rate times sqrt(k) (Adam) or k (SGD) for a batch k times the reference; "
                                           "none is what the paper does", tuple(schedule.LR_FACTORS))
+    lr_saturates: bool = opt(True, BRANCH, "above the noise scale's interval lr_scaling stays where it is: the rules presume "
+                                           "noisy gradients")
     lr_reference_batch: int = opt(0, BRANCH, "the batch for which learning_rate, beta2 and weight_decay are meant; 0 = "
                                              "batch_size", valid=NOT_NEGATIVE)
     weight_decay: float = opt(0.1, BRANCH, "on matrices only; vectors (norms, biases) are not decayed", valid=NOT_NEGATIVE)
@@ -117,6 +120,8 @@ class Config:
     beta2: float = opt(0.95, BRANCH, "AdamW's second moment; shorter than 0.999 because batches are large", valid=BELOW_1)
     beta2_scaling: str = opt("none", BRANCH, "tokens holds beta2's half-life in tokens, beta2^k at k times the reference batch",
                              ("none", "tokens"))
+    beta2_floor: float = opt(0.9, BRANCH, "beta2_scaling does not go below it: a shorter second moment was seen to spike",
+                             valid=BELOW_1)
     weight_decay_scaling: str = opt("none", BRANCH, "tokens holds the time, in tokens, over which weights decay: weight_decay "
                                                     "times k over the learning rate's factor", ("none", "tokens"))
     grad_clip: float = opt(1.0, FIXED, "largest gradient norm; 0 turns clipping off, the norm is logged either way",

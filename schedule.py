@@ -4,6 +4,9 @@ Batches are in sequences and come in whole quanta (micro-batch x processes), so 
 
     constant   batch_size
     linear     batch_size_start to batch_size over the run (Gray et al. 2024, arXiv 2411.00999)
+    late       batch_size_start, and batch_size from batch_late of the run on
+    seesaw     where lr_decay would halve the learning rate, it falls by sqrt(2) and the batch doubles, up to batch_size
+               (Meterez et al. 2025, arXiv 2510.14717)
     steps      batch_steps = "0:32, 50M:64, 200M:128"
     file       batch_file: lines of tokens and batch, straight lines between them, read again when the file changes
     gns        Controller: follows the noise scale, and what a step costs
@@ -47,6 +50,10 @@ class Schedule:
         """ValueError where batches cannot be had in this quantum, or the schedule's keys contradict each other."""
         for key in cls.keys:
             whole(key, getattr(config, key), config.micro_batch_size, quantum)
+
+    def learning_rate(self, tokens):
+        """After `tokens`, for the reference batch."""
+        return learning_rate_at(tokens, self.config)
 
     def start(self):
         """Called once, at the start of a run that has no saved state."""
@@ -103,6 +110,34 @@ class Linear(Between):
     def at(self, tokens):
         c = self.config
         return interpolate([(0, c.batch_size_start), (c.max_tokens, c.batch_size)], tokens, self.quantum)
+
+
+class Late(Between):
+    def at(self, tokens):
+        c = self.config
+        return c.batch_size if tokens >= c.batch_late * c.max_tokens else c.batch_size_start
+
+
+class Seesaw(Between):
+    """The learning rate goes down in steps. Once the batch cannot double any more, each halving is a halving."""
+
+    def halvings(self, tokens):
+        """How often lr_decay has halved the learning rate, and how many of these double the batch."""
+        c = self.config
+        base = learning_rate_at(max(tokens, c.warmup_tokens), c)
+        count = math.floor(math.log2(c.learning_rate / base) + 1e-9) if base > 0 else 64
+        return count, min(count, int(math.log2(c.batch_size / c.batch_size_start)))
+
+    def at(self, tokens):
+        c = self.config
+        return c.batch_size_start * 2 ** self.halvings(tokens)[1]
+
+    def learning_rate(self, tokens):
+        c = self.config
+        if tokens < c.warmup_tokens or not c.learning_rate:
+            return learning_rate_at(tokens, c)
+        count, doubled = self.halvings(tokens)
+        return max(c.learning_rate * 2.0 ** (doubled / 2 - count), c.min_lr)
 
 
 class Steps(Schedule):
@@ -319,7 +354,8 @@ class Controller(Between):
         self.batch = min(max(to_quanta(self.batch, self.quantum), self.smallest), self.largest)
 
 
-SCHEDULES = {"constant": Constant, "linear": Linear, "steps": Steps, "file": File, "gns": Controller}
+SCHEDULES = {"constant": Constant, "linear": Linear, "late": Late, "seesaw": Seesaw, "steps": Steps, "file": File,
+             "gns": Controller}
 KINDS = tuple(SCHEDULES)
 
 
@@ -431,9 +467,11 @@ def checked(pairs, quantum):
     return pairs
 
 
+WSD_DECAY = 0.2  # warm-up, stable, decay: the last fifth decays (Hu et al. 2024, arXiv 2404.06395, take a tenth to a fifth)
 # the shape after the warm-up: the learning rate at a share of the way from the peak to the low end
 DECAYS = {"linear": lambda peak, low, share: low + (peak - low) * (1 - share),
           "cosine": lambda peak, low, share: low + (peak - low) * (0.5 * (1 + math.cos(math.pi * share))),
+          "wsd": lambda peak, low, share: low + (peak - low) * min(1.0, (1 - share) / WSD_DECAY),
           "none": lambda peak, low, share: peak}
 # factor on the learning rate for k times the reference batch
 LR_FACTORS = {"none": lambda k: 1.0, "sqrt": math.sqrt, "linear": lambda k: k}
@@ -453,22 +491,28 @@ def reference_batch(config):
     return config.lr_reference_batch or config.batch_size
 
 
-def coupled(B, config):
+def coupled(B, config, noise=None):
     """(factor on the learning rate, beta2, weight_decay) for a step of B sequences; k = B / reference batch.
 
     lr_scaling            sqrt: sqrt(k) for Adam (Malladi et al. 2022, arXiv 2205.10287); linear: k for SGD
-                          (Goyal et al. 2017, arXiv 1706.02677)
+                          (Goyal et al. 2017, arXiv 1706.02677). Both presume noisy gradients: where the batch is above the
+                          noise scale's interval (`noise`, if given), they stay at its upper end.
     beta2_scaling         tokens: a step of B sequences forgets as much as k steps of the reference batch, beta2^k, so the
-                          half-life of the second moment stays the same in tokens (Marek et al. 2025, arXiv 2507.07101).
-                          AdamW's bias correction takes today's beta2 for all steps so far: slightly off after a change,
-                          and only while few half-lives have passed.
+                          half-life of the second moment stays the same in tokens (Marek et al. 2025, arXiv 2507.07101); not
+                          below beta2_floor. AdamW's bias correction takes today's beta2 for all steps so far: slightly off
+                          after a change, and only while few half-lives have passed.
     weight_decay_scaling  tokens: AdamW takes the share lr x weight_decay off the weights in a step, so it forgets them
                           over B / (lr x weight_decay) sequences. With lr = f lr_reference that stays
                           what it is at the reference batch if weight_decay grows by k / f: k without lr_scaling (Bergsma et
                           al. 2025, arXiv 2505.13738: the best one is linear in B), sqrt(k) with sqrt, 1 with linear.
     """
     k = B / reference_batch(config)
-    lr_factor = LR_FACTORS[config.lr_scaling](k)
-    beta2 = config.beta2**k if config.beta2_scaling == "tokens" else config.beta2
+    lr_factor = LR_FACTORS[config.lr_scaling](k * min(1.0, noise[2] / B) if saturated(B, config, noise) else k)
+    beta2 = max(config.beta2**k, min(config.beta2_floor, config.beta2)) if config.beta2_scaling == "tokens" else config.beta2
     decay = config.weight_decay * k / lr_factor if config.weight_decay_scaling == "tokens" else config.weight_decay
     return lr_factor, beta2, decay
+
+
+def saturated(B, config, noise):
+    """Whether the learning rate's rule has come to its end: the batch is above the noise scale's interval."""
+    return bool(config.lr_scaling != "none" and config.lr_saturates and noise and 0 < noise[2] < B)

@@ -70,8 +70,8 @@ def train(config, ranks, device):
             run.event(batch_schedule.accept(ranks.from_first(batch_schedule.poll)), ahead=1)  # if its owner edited it
         B = batch_schedule.at(run.count.tokens)
         accum, after = B // quantum, run.count.tokens + B * config.block_size
-        lr_factor, beta2, weight_decay = schedule.coupled(B, config)
-        lr = lr_factor * schedule.learning_rate_at(after, config)
+        lr_factor, beta2, weight_decay = schedule.coupled(B, config, run.count.noise)
+        lr = lr_factor * batch_schedule.learning_rate(after)
 
         # -- gradients: the mean over all B examples, micro-batch by micro-batch
         first = run.count.examples + ranks.rank * config.micro_batch_size

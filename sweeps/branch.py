@@ -109,7 +109,8 @@ def branch_changes(config, batch, k):
     """What a branch at k x batch sets: sqrt(k) on the learning rate in force at `batch`; beta2 and weight decay as they are
     at `batch`, and on from there by the run's own rules."""
     lr_factor, beta2, weight_decay = schedule.coupled(batch, config)
-    return dict(batch_schedule="constant", batch_size=int(k * batch), lr_scaling="sqrt", lr_reference_batch=batch,
+    return dict(batch_schedule="constant", batch_size=int(k * batch), lr_scaling="sqrt", lr_saturates=False,
+                lr_reference_batch=batch,
                 learning_rate=config.learning_rate * lr_factor, min_lr=config.min_lr * lr_factor, beta2=beta2,
                 weight_decay=weight_decay, log_interval=1, eval_tokens=0, checkpoint_tokens=0)
 

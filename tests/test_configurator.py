@@ -119,7 +119,8 @@ def test_what_is_computed_stays_and_where_it_is_computed_may_change():
         "seed", "batch_size", "batch_schedule", "batch_size_start", "batch_steps", "batch_file", "batch_gns_factor",
         "batch_gns_margin", "batch_gns_dwell_tokens", "batch_shrink", "max_tokens", "warmup_tokens", "decay_tokens",
         "learning_rate", "min_lr", "lr_decay", "lr_scaling", "lr_reference_batch", "beta2", "beta2_scaling", "weight_decay",
-        "weight_decay_scaling", "batch_objective", "gns_metric"}
+        "weight_decay_scaling", "batch_objective", "gns_metric", "batch_late", "lr_saturates",
+        "beta2_floor"}
     lines = configurator.help_text().splitlines()
     for name in configurator.FIELDS:
         line = next(line for line in lines if line.startswith(f"  --{name}="))
@@ -128,7 +129,7 @@ def test_what_is_computed_stays_and_where_it_is_computed_may_change():
 
 def test_every_range_is_checked_from_the_file_too(tmp_path):
     checked = [name for name, f in configurator.FIELDS.items() if f.metadata["valid"]]
-    assert len(checked) == 30
+    assert len(checked) == 32
     for name in checked:
         with pytest.raises(ConfigError, match=f"^{name}="):
             parse_file(tmp_path, f"{name} = {'' if name == 'out_dir' else -1!r}")

@@ -14,7 +14,7 @@ import train
 from configurator import Config, ConfigError
 from schedule import Controller, build, learning_rate_at
 from tests.conftest import ROOT
-from tests.test_train import assert_same_run
+from tests.test_train import assert_same_run, untimed
 from trainer import checkpoint, log, noise, plan
 
 
@@ -370,7 +370,67 @@ def test_coupling_holds_what_it_says_it_holds():
     assert schedule.coupled(64, Config(lr_scaling="sqrt", lr_reference_batch=16))[0] == 2.0
 
 
+def test_the_learning_rates_rule_saturates_above_the_noise_scales_interval():
+    c = Config(lr_scaling="sqrt", lr_reference_batch=16)
+    assert schedule.coupled(64, c, (40, 30, 50))[0] == pytest.approx((50 / 16) ** 0.5)
+    assert schedule.coupled(48, c, (40, 30, 50))[0] == pytest.approx(3**0.5), "inside the interval the rule holds"
+    assert schedule.coupled(64, c, None)[0] == 2.0 and not schedule.saturated(64, c, None)
+    assert schedule.coupled(64, Config(lr_scaling="sqrt", lr_reference_batch=16, lr_saturates=False), (40, 30, 50))[0] == 2.0
+    assert schedule.coupled(64, Config(), (4, 3, 5))[0] == 1.0
+
+
+def test_beta2_does_not_fall_below_its_floor_nor_is_it_raised_to_it():
+    c = Config(beta2_scaling="tokens", lr_reference_batch=8, beta2_floor=0.9)
+    assert schedule.coupled(16, c)[1] == pytest.approx(0.95**2) and schedule.coupled(64, c)[1] == 0.9
+    assert schedule.coupled(4, Config(beta2_scaling="tokens", lr_reference_batch=8, beta2=0.5))[1] == pytest.approx(0.5**0.5)
+    assert schedule.coupled(64, Config(beta2_scaling="tokens", lr_reference_batch=8, beta2=0.5))[1] == 0.5
+
+
+def test_wsd_is_flat_until_the_last_fifth_and_ends_at_min_lr():
+    c = Config(learning_rate=1e-2, min_lr=1e-3, warmup_tokens=100, max_tokens=1100, lr_decay="wsd")
+    assert [learning_rate_at(t, c) for t in (100, 500, 900)] == pytest.approx([1e-2] * 3)
+    assert learning_rate_at(1000, c) == pytest.approx(5.5e-3) and learning_rate_at(1100, c) == pytest.approx(1e-3)
+
+
+def test_seesaw_doubles_the_batch_where_the_learning_rate_would_halve_and_keeps_what_both_do_together():
+    c = Config(batch_schedule="seesaw", batch_size_start=8, batch_size=32, max_tokens=10_000, warmup_tokens=1000,
+               learning_rate=1e-2, min_lr=0.0, lr_decay="cosine")
+    s = build(c, 8)
+    assert s.at(0) == 8 and s.learning_rate(500) == pytest.approx(5e-3), "the warm-up is as ever"
+    seen = []
+    for t in range(1000, 9990, 10):
+        halved = math.floor(math.log2(1e-2 / learning_rate_at(t, c)) + 1e-9)
+        doubled = min(halved, 2)
+        assert s.at(t) == 8 * 2**doubled
+        assert s.learning_rate(t) == pytest.approx(1e-2 * 2**-halved * 2 ** (doubled / 2))
+        # lr / sqrt(batch), what Adam's noise follows, is what it is with lr_decay alone at the first batch
+        assert s.learning_rate(t) / s.at(t) ** 0.5 == pytest.approx(1e-2 * 2**-halved / 8**0.5)
+        seen.append(s.at(t))
+    assert sorted(set(seen)) == [8, 16, 32] and seen == sorted(seen)
+    assert s.learning_rate(10_000) == pytest.approx(0, abs=1e-12) and s.at(20_000) == 32
+
+
+def test_late_switches_once():
+    c = Config(batch_schedule="late", batch_late=0.75, batch_size_start=8, batch_size=64, max_tokens=1000)
+    assert [build(c, 8).at(t) for t in (0, 749, 750, 1000)] == [8, 8, 64, 64]
+
+
 # -- in runs
+
+@pytest.mark.parametrize("keys", [dict(batch_schedule="seesaw", lr_decay="cosine"), dict(batch_schedule="late", lr_decay="wsd"),
+                                  dict(lr_scaling="sqrt", gns="exact", gns_half_life_tokens=400)], ids=str)
+def test_runs_of_these_schedules_resume_bit_for_bit(tmp_path, tiny_args, keys):
+    common = dict(keys, batch_size_start=4, batch_size=64, lr_reference_batch=4, max_tokens=6400)
+    train.main(tiny_args(out_dir=tmp_path / "one", **common))
+    train.main(tiny_args(out_dir=tmp_path / "two", **common, stop_tokens=3300))
+    train.main(tiny_args(out_dir=tmp_path / "two", **common, resume=True))
+    one, two = ([r for r in untimed(tmp_path / name) if "train/loss" in r] for name in ("one", "two"))
+    assert one == two
+    one, two = (checkpoint.load(str(tmp_path / name))["model"] for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    if "gns" in keys:
+        assert any("is above the noise scale's interval" in r.get("event", "") for r in log.read(tmp_path / "one"))
+
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
@@ -386,6 +446,7 @@ def logged(out, key="train/loss"):
 def test_scaled_values_reach_the_optimizer_and_the_log(tmp_path, tiny_args):
     out = tmp_path / "run"
     train.main(tiny_args(out_dir=out, lr_scaling="sqrt", beta2_scaling="tokens", weight_decay_scaling="tokens",
+                         lr_saturates=False,
                          learning_rate=1e-2, min_lr=1e-2, warmup_tokens=0))
     rows = logged(out)
     assert {r["batch_size"] for r in rows} == {4, 8, 12, 16}

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
+import schedule
 from configurator import ConfigError
 from rightbatch.tracker import crossed, named
 from trainer import checkpoint, hardware, log, noise, step_time, summary
@@ -28,6 +29,7 @@ class Counters:
     bad_in_a_row: int = 0
     seconds: float = 0.0
     wandb_id: str | None = None
+    noise: tuple | None = None  # the noise scale of the newest log line, which steers until the next
 
 
 class Run:
@@ -48,7 +50,7 @@ class Run:
             step.timer.load_state_dict(saved.get("step_time"))
             self.streams_go_on = ranks.restore_rng(saved["rng"], config.seed, self.count.step)
         if self.branched:
-            self.count.best_val_loss = self.count.wandb_id = None
+            self.count.best_val_loss = self.count.wandb_id = self.count.noise = None
 
     @property
     def over(self):
@@ -159,9 +161,13 @@ class Run:
         self.logged = Mark(count.step, count.tokens, seconds)
         # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
         if self.at_log_line() and count.tokens < config.max_tokens:
-            before = self.batches.at(count.tokens)
+            before, was = self.batches.at(count.tokens), schedule.saturated(self.batch_size, config, count.noise)
+            count.noise = noise.noise(row) or count.noise
             self.event(self.batches.observe(count.tokens, noise.noise(row), cost))
             self.moved = self.batches.by_time and self.batches.at(count.tokens) != before
+            if schedule.saturated(self.batch_size, config, count.noise) and not was:
+                self.event(f"learning rate: batch {self.batch_size} is above the noise scale's interval; lr_scaling stays at "
+                           f"its upper end, {count.noise[2]:.4g}")
 
     def evaluated(self, loss):
         count = self.count

@@ -28,6 +28,13 @@ def opening(run, parameters):
     if config.gns_adam and config.gns != "off" and not step.adam:
         yield ("gns_adam is off: with gns='exact' it needs Adam's second moment of every parameter whole on each process, "
                "which parallel='fsdp' exists to avoid; gns='norm' has it")
+    largest = max(schedule.kind(config).sizes(config), default=config.batch_size)
+    k = largest / schedule.reference_batch(config)
+    if config.beta2_scaling != "none" and config.beta2**k < schedule.coupled(largest, config)[1]:
+        yield (f"beta2_scaling would bring beta2 to {config.beta2**k:.3g} at batch {largest}; it is held at "
+               f"{schedule.coupled(largest, config)[1]:.3g} (beta2_floor)")
+    if config.optimizer != "adamw" and (config.beta2_scaling != "none" or config.lr_scaling != "none"):
+        yield f"lr_scaling and beta2_scaling are rules for Adam; with optimizer={config.optimizer} nobody has tested them"
     if config.grad_stats and ranks.sharded:
         yield "grad_stats without coherence: parallel='fsdp' never forms the gradient of one micro-batch whole"
 
