@@ -46,6 +46,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 IMPLS = ("auto", "ref", "cpu", "triton", "torch")
+SOURCES = ("ln_kernel.cpp", "attention.cpp", "ln_autograd.cpp", "attention_autograd.cpp")   # *_autograd: with torch's headers
+OPERATORS = ("norm", "add_norm", "forward", "backward", "attention", "attention_forward", "attention_backward")
 
 
 # ---- public functions
@@ -239,10 +241,10 @@ def _library():
             raise RuntimeError("another build of it is loaded in this process")   # torch would end the process
         torch.ops.load_library(path)
     except (OSError, RuntimeError) as e:
-        warnings.warn(f"norm layers use plain torch, several times slower: no C++ kernel ({e})", stacklevel=2)
+        warnings.warn(f"norm layers and attention use plain torch, several times slower: no C++ kernel ({e})", stacklevel=2)
         return None
     ops = torch.ops.rightbatch_cpu   # .default: without a search for the overload at each call
-    return types.SimpleNamespace(**{name: getattr(ops, name).default for name in ("norm", "add_norm", "forward", "backward")})
+    return types.SimpleNamespace(**{name: getattr(ops, name).default for name in OPERATORS})
 
 
 def _build():
@@ -250,7 +252,7 @@ def _build():
     cxx = _find_compiler()
     if cxx is None:
         raise RuntimeError("no C++ compiler found: install g++ or clang++, or set CXX")
-    sources = [Path(__file__).parent / "rightbatch" / "kernels" / name for name in ("ln_kernel.cpp", "ln_autograd.cpp")]
+    sources = [Path(__file__).parent / "rightbatch" / "kernels" / name for name in SOURCES]
     version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
     attempts = _flag_attempts()
     key = repr(([s.read_text() for s in sources], cxx, version, attempts, _autograd_flags(), _cpu_model(), torch.__version__))
@@ -262,24 +264,26 @@ def _build():
     with _one_at_a_time(cache / "lock"):
         if not path.exists():   # nobody built it while this process waited
             print(f"ln_kernel: compiling the CPU kernel, once (half a minute), into {path}", file=sys.stderr, flush=True)
-            _compile(cxx, *sources, attempts, path)
+            _compile(cxx, sources, attempts, path)
     return path
 
 
-def _compile(cxx, kernel_source, autograd_source, attempts, path):
+def _compile(cxx, sources, attempts, path):
     # Built aside and moved into place whole: another process sees the complete file or none.
     with tempfile.TemporaryDirectory(dir=path.parent) as tmp, ThreadPoolExecutor() as pool:
-        kernel, autograd, library = (f"{tmp}/{name}" for name in ("ln_kernel.o", "ln_autograd.o", "ln_kernel.so"))
         compile_flags, link_flags = _autograd_flags()
-        glue = pool.submit(_run, [*cxx, "-c", str(autograd_source), "-o", autograd, *compile_flags])
+        objects, library = {source: f"{tmp}/{source.stem}.o" for source in sources}, f"{tmp}/ln_kernel.so"
+        build = lambda source, flags: _run([*cxx, "-c", str(source), "-o", objects[source], *flags])  # noqa: E731
+        kernels = [source for source in sources if not source.stem.endswith("_autograd")]
+        glue = [pool.submit(build, source, compile_flags) for source in sources if source not in kernels]
         for flags in attempts:
             try:
-                _run([*cxx, "-c", str(kernel_source), "-o", kernel, *flags])
-                glue.result()   # no flags of the kernel help if this fails
-                _run([*cxx, kernel, autograd, "-o", library, "-shared", *flags, *link_flags])
+                list(pool.map(build, kernels, [flags] * len(kernels)))
+                [g.result() for g in glue]   # no flags of the kernels help if this fails
+                _run([*cxx, *objects.values(), "-o", library, "-shared", *flags, *link_flags])
                 return os.replace(library, path)
             except RuntimeError as e:
-                if glue.done() and glue.exception():
+                if any(g.done() and g.exception() for g in glue):
                     raise
                 error = e
         raise error
