@@ -579,7 +579,7 @@ echo "$*" >> {tmp_path}/log
 while [ "$1" != -o ]; do shift; done; touch "$2"
 """)
     compiler.chmod(0o755)
-    build = lambda: ln_kernel._compile([str(compiler)], Path("ln_kernel.cpp"), Path("ln_autograd.cpp"),  # noqa: E731
+    build = lambda: ln_kernel._compile([str(compiler)], [Path("ln_kernel.cpp"), Path("ln_autograd.cpp")],  # noqa: E731
                                        ln_kernel._flag_attempts(), tmp_path / "done.so")
     if outcome == "error at once":
         with pytest.raises(RuntimeError, match="ln_autograd.cpp.* failed"):

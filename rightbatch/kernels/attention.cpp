@@ -207,6 +207,13 @@ template <class X> struct Rows {
     X* row(int64_t t) const { return p + t * stride; }
 };
 
+// Rows of a head lie far apart, and no hardware fetches them ahead: those of the next head are asked for during the work on
+// this one. Without, reading them took a third of the forward pass (12 x 256, 6 heads of 64, bf16).
+template <class X> INLINE void prefetch(Rows<X> x, int64_t from, int64_t to) {
+    for (int64_t t = from; t < std::min(to, x.T); ++t)
+        for (int64_t d = 0; d < x.D; d += 64 / sizeof(X)) __builtin_prefetch(x.row(t) + d, 0, 2);
+}
+
 struct Floats {
     static constexpr int kPer = 1;   // numbers in a word
 
@@ -579,6 +586,8 @@ template <class X> struct Forward {
     }
 
     void queries(int64_t head, int64_t i0) {
+        for (int which = 0; which < 3 && head + 1 < a.heads(); ++which)
+            prefetch(a.of_qkv(a.qkv, head + 1, which), i0, i0 + kLanes);
         const int64_t end = i0 + kLanes, rows = std::min<int64_t>(kLanes, a.T - i0);
         vec most[kVecs] = {}, sum[kVecs] = {}, shrink[kVecs] = {};
         for (int64_t j0 = 0; j0 < end; j0 += kForwardKeys) {
@@ -748,7 +757,9 @@ template <class X> struct Backward {
     }
 
     void keys(int64_t head, int64_t j0, float* dq) {
-        const int64_t keys = std::min(kBackwardKeys, size.T - j0);
+        const int64_t keys = std::min(kBackwardKeys, size.T - j0), next = head + 1;
+        for (int which = 0; which < 5 && next < a.heads(); ++which)
+            prefetch(which < 3 ? a.of_qkv(a.qkv, next, which) : a.of_out(which < 4 ? a.dout : a.out, next), j0, j0 + keys);
         for (float* sums : {dk, dv}) std::fill_n(sums, kBackwardKeys * size.D, 0.f);
         for (int64_t i0 = j0; i0 < size.T; i0 += kBackwardQueries)
             block(j0, keys, i0, std::min(kBackwardQueries, size.T - i0), dq);
