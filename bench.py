@@ -2,6 +2,7 @@
 
     python bench.py kernel          norm kernels against torch's own, ref, and a copy of the same bytes (4 minutes)
     python bench.py kernel --threads=1 --seconds=2 --out=/tmp/kernel.json
+    python bench.py attention       the attention kernel against torch's own: time, FLOP/s, error, memory
     python bench.py triton          compile the CUDA kernels, no GPU needed: registers, spills, global traffic
     python bench.py step            whole training steps: tracking off, norm, exact, and off with torch's own LayerNorm
     python bench.py step --models=char --dtype=float32 --others      and per-sample gradients by torch.func, Opacus and
@@ -514,6 +515,11 @@ def profile(args):
     return bench_profile.profile(args)
 
 
+def attention(args):
+    from benchmarks import attention as bench_attention
+    return bench_attention.attention(args, peak_bytes)
+
+
 def data(args):
     from benchmarks import data as bench_data
     return bench_data.data(args)
@@ -559,6 +565,11 @@ def main():
     p.add_argument("--seconds", type=float, default=9.0, help="per shape and dtype")
     p.add_argument("--out", default="results/kernel.json")
     p.set_defaults(run=kernel)
+    p = commands.add_parser("attention", help="the attention kernel on this CPU")
+    p.add_argument("--threads", type=int, default=0, help="default: torch's")
+    p.add_argument("--seconds", type=float, default=10.0, help="per shape and dtype")
+    p.add_argument("--out", default="results/attention.json")
+    p.set_defaults(run=attention)
     p = commands.add_parser("triton", help="compile the CUDA kernels and report")
     p.add_argument("--out", default="results/triton.json")
     p.set_defaults(run=triton_command)

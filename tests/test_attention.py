@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import platform
 import subprocess
@@ -11,7 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import bench
 import ln_kernel
+from benchmarks import attention as bench_attention
 from model import GPT, GPTConfig
 from rightbatch.kernels import attention
 from rightbatch.kernels.attention import causal_attention
@@ -194,6 +197,15 @@ def test_the_backward_pass_keeps_the_input_the_output_and_a_float_for_each_head_
         assert causal_attention(x, H, impl="cpu").grad_fn is None
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(8, 128, 4, 32), (2, 256, 6, 64), (1, 512, 12, 64)], ids=str)
+def test_memory_at_the_peak_is_below_torchs(shape, dtype):
+    """Scratch included: it comes from torch's allocator, too."""
+    qkv, dy = inputs(*shape, dtype)
+    ours, theirs = (bench.peak_bytes(lambda impl=impl: results(qkv, dy, shape[2], impl)) for impl in ("cpu", "torch"))
+    assert qkv.nbytes < ours < theirs
+
+
 def test_checkpointing_gives_the_same_bits():
     qkv, dy = inputs(2, 40, 2, 16, torch.float32)
     x = qkv.requires_grad_()
@@ -256,16 +268,16 @@ def test_older_instruction_sets_are_as_accurate(kind, tmp_path):
     subprocess.run([*ln_kernel._find_compiler(), *flags, f"{ROOT}/rightbatch/kernels/attention.cpp", "-o", path], check=True)
     library = ctypes.CDLL(path)
 
-    def call(function, tensors, sizes, cosine, half):
-        function(*(ctypes.c_void_p(t.data_ptr()) for t in tensors), *map(ctypes.c_int64, sizes),
-                 ctypes.c_float(2**-23 if cosine else -1), int(half), 1)
+    library.attention_scratch.restype = ctypes.c_int64
 
     def ours(qkv, dy, H, cosine):
         B, T, C = dy.shape
         y, lse, dqkv = torch.empty_like(dy), torch.empty(B, H, T), torch.empty_like(qkv)
-        rest = (B, T, H, C // H), cosine, dy.dtype == torch.bfloat16
-        call(library.attention_forward, (qkv, y, lse), *rest)
-        call(library.attention_backward, (dy, qkv, y, lse, dqkv), *rest)
+        sizes = *map(ctypes.c_int64, (B, T, H, C // H)), ctypes.c_float(2**-23 if cosine else -1), dy.dtype == torch.bfloat16, 1
+        scratch = torch.empty(max(library.attention_scratch(backward, *sizes) for backward in (0, 1)), dtype=torch.uint8)
+        for function, tensors in ((library.attention_forward, (qkv, y, lse, scratch)),
+                                  (library.attention_backward, (dy, qkv, y, lse, dqkv, scratch))):
+            function(*(ctypes.c_void_p(t.data_ptr()) for t in tensors), *sizes)
         return [y, *dqkv.split(C, dim=-1)]
     for dtype in DTYPES:
         for shape in [(1, 1, 1, 16), (2, 33, 2, 17), (1, 130, 2, 48), (1, 70, 1, 128), (1, 200, 3, 64)]:
@@ -292,3 +304,17 @@ def test_without_a_working_compiler_it_warns_once_and_uses_torchs(tmp_path, monk
 def test_an_empty_batch_goes_to_torch():
     assert causal_attention(torch.zeros(0, 5, 48), 1).shape == F.scaled_dot_product_attention(
         *torch.zeros(3, 0, 1, 5, 16), is_causal=True).transpose(1, 2).reshape(0, 5, 16).shape
+
+
+def test_bench_attention_reports_time_rate_error_and_memory(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_attention, "SHAPES", [(2, 40, 2, 16)])
+    monkeypatch.setattr("sys.argv", ["bench.py", "attention", "--threads=1", "--seconds=0", f"--out={tmp_path}/a.json"])
+    bench.main()
+    rows = json.loads((tmp_path / "a.json").read_text())["shapes"]
+    assert [r["dtype"] for r in rows] == ["bfloat16", "float32"] and "bfloat16    2 x 40" in capsys.readouterr().out
+    for r in rows:
+        both = r["times"]["ours"]["both"]["median_ms"] / 1e3
+        assert r["flops_per_s"]["both"] == pytest.approx(7 * 2 * 2 * 2 * 16 * 40 * 40 / 2 / both), "7 halves of T x T"
+        assert set(r["error_over_torch"]) == set(NAMES) and 0 < r["error_over_torch"]["dv"] < 3
+        assert 0 < r["peak_bytes"]["ours"]
+    assert "torch, float32" in rows[0]["ratios"] and "torch, float32" not in rows[1]["ratios"]

@@ -21,13 +21,13 @@
 //
 // Threads: forward work is cut into (head, block of queries), backward into (head, block of keys), and each thread owns one
 // contiguous range of equal work. dQ of a head that is cut between threads is added up afterwards, in their order. So the result
-// depends on the number of threads (dQ of a cut head alone), never on timing.
+// depends on the number of threads (dQ of a cut head alone), never on timing. A thread's scratch memory is a head's packed
+// matrices and dQ, 18 bytes for each number of a head's queries in bf16 and 32 in float32.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 #include <type_traits>
 #include <utility>
 #ifdef _OPENMP
@@ -390,7 +390,7 @@ template <class Words> struct Sizes {
           times(T / Words::kPer) {}
 };
 
-// Hands out parts of one block. They begin at cache lines: a vector across the border of two takes twice as long.
+// Hands out parts of one block, which begins at a cache line. They begin at cache lines: a vector across the border of two takes twice as long.
 struct Memory {
     char* next;
     template <class Y = float> Y* take(int64_t n) {
@@ -398,12 +398,6 @@ struct Memory {
         next += round_up(n * sizeof(Y), 64);
         return reinterpret_cast<Y*>(p);
     }
-};
-
-struct Block {
-    explicit Block(int64_t bytes) : memory(new char[bytes + 64]) {}
-    char* begin() const { return memory.get() + (64 - uintptr_t(memory.get()) % 64); }
-    std::unique_ptr<char[]> memory;
 };
 
 // Queries or keys as attention sees them: as they lie or, in cosine attention, divided by their root mean square, in a copy.
@@ -615,11 +609,11 @@ template <class X> struct Forward {
         });
     }
 
-    static void run(const Problem<X>& a, int threads) {
-        const int64_t bytes = Forward(a, nullptr).memory.next - (char*)nullptr;
-        const Block block(threads * bytes);
+    static int64_t bytes(const Problem<X>& a, int) { return Forward(a, nullptr).memory.next - (char*)nullptr; }
+
+    static void run(const Problem<X>& a, char* scratch, int threads) {
         on_threads(threads, [&](int thread, int n) {
-            Forward f(a, block.begin() + thread * bytes);
+            Forward f(a, scratch + thread * bytes(a, threads));
             const Shares shares{a.heads(), f.size.T / kLanes, n, true};
             for (int64_t head = 0; head < shares.heads; ++head) {
                 if (!shares.takes_part(thread, head)) continue;
@@ -646,7 +640,7 @@ template <class X> struct Backward {
     float *dk, *dv;                 // of a block of keys: (keys, D)
     float *dq, *dq_shared;          // of a head: (tiles of queries, D, kLanes); the second: of one that an earlier thread began
 
-    Backward(const Problem<X>& a, char* begin) : a(a), size(a), memory{begin}, q(a, memory), k(a, memory) {
+    Backward(const Problem<X>& a, char* begin, int threads) : a(a), size(a), memory{begin}, q(a, memory), k(a, memory) {
         const int64_t of_words = size.T * size.words, of_times = size.times * size.D, block = kBackwardQueries * kBackwardKeys;
         for (float** to : {&q_panels, &dout_panels, &k_panels, &v_panels}) *to = memory.take(of_words);
         for (float** to : {&q_times, &dout_times, &k_times}) *to = memory.take(of_times);
@@ -654,7 +648,8 @@ template <class X> struct Backward {
         for (float** to : {&p, &ds}) *to = memory.take(block / Words::kPer);
         ds_times = Words::kPer == 1 ? ds : memory.take(block / Words::kPer);
         for (float** to : {&dk, &dv}) *to = memory.take(kBackwardKeys * size.D);
-        for (float** to : {&dq, &dq_shared}) *to = memory.take(size.T * size.D);
+        dq = memory.take(size.T * size.D);
+        dq_shared = memory.take(a.heads() % threads ? size.T * size.D : 0);   // otherwise no head is cut
     }
 
     void pack(int64_t head) {
@@ -778,10 +773,10 @@ template <class X> struct Backward {
             });
     }
 
-    static void run(const Problem<X>& a, int threads) {
-        const int64_t bytes = Backward(a, nullptr).memory.next - (char*)nullptr;
-        const Block memory(threads * bytes);
-        const auto of_thread = [&](int thread) { return Backward(a, memory.begin() + thread * bytes); };
+    static int64_t bytes(const Problem<X>& a, int threads) { return Backward(a, nullptr, threads).memory.next - (char*)nullptr; }
+
+    static void run(const Problem<X>& a, char* scratch, int threads) {
+        const auto of_thread = [&](int thread) { return Backward(a, scratch + thread * bytes(a, threads), threads); };
         const Shares shares{a.heads(), (a.T + kBackwardKeys - 1) / kBackwardKeys, threads, false};
         on_threads(threads, [&](int thread, int n) {
             for (; thread < threads; thread += n) {   // shares and buffers are for `threads`, and OpenMP may have started fewer
@@ -822,20 +817,31 @@ template <class X> struct Backward {
 extern "C" {
 
 // qkv (B, T, 3, H, D), out (B, T, H, D), lse (B, H, T). half: bf16, otherwise float32. D up to 256.
-void attention_forward(const void* qkv, void* out, float* lse, int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps,
-                       int half, int threads) {
+// scratch: attention_scratch(...) bytes from a cache line on. cosine_eps is added to mean squares; negative: no cosine attention.
+int64_t attention_scratch(int backward, int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half, int threads) {
+    const auto bytes = [=](auto x) {
+        using X = decltype(x);
+        const Problem<X> a{nullptr, nullptr, nullptr, nullptr, nullptr, B, T, H, D, cosine_eps};
+        return threads * (backward ? Backward<X>::bytes(a, threads) : Forward<X>::bytes(a, threads));
+    };
+    return half ? bytes(bf16()) : bytes(float());
+}
+
+void attention_forward(const void* qkv, void* out, float* lse, void* scratch, int64_t B, int64_t T, int64_t H, int64_t D,
+                       float cosine_eps, int half, int threads) {
     const auto run = [=](auto x) {
         using X = decltype(x);
-        Forward<X>::run({(const X*)qkv, lse, (X*)out, nullptr, nullptr, B, T, H, D, cosine_eps}, threads);
+        Forward<X>::run({(const X*)qkv, lse, (X*)out, nullptr, nullptr, B, T, H, D, cosine_eps}, (char*)scratch, threads);
     };
     half ? run(bf16()) : run(float());
 }
 
-void attention_backward(const void* dout, const void* qkv, const void* out, const float* lse, void* dqkv, int64_t B, int64_t T,
-                        int64_t H, int64_t D, float cosine_eps, int half, int threads) {
+void attention_backward(const void* dout, const void* qkv, const void* out, const float* lse, void* dqkv, void* scratch,
+                        int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half, int threads) {
     const auto run = [=](auto x) {
         using X = decltype(x);
-        Backward<X>::run({(const X*)qkv, (float*)lse, (X*)out, (const X*)dout, (X*)dqkv, B, T, H, D, cosine_eps}, threads);
+        Backward<X>::run({(const X*)qkv, (float*)lse, (X*)out, (const X*)dout, (X*)dqkv, B, T, H, D, cosine_eps}, (char*)scratch,
+                         threads);
     };
     half ? run(bf16()) : run(float());
 }

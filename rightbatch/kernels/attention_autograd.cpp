@@ -8,10 +8,12 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/library.h>
 
-extern "C" void attention_forward(const void* qkv, void* out, float* lse, int64_t B, int64_t T, int64_t H, int64_t D,
-                                  float cosine_eps, int half, int threads);
-extern "C" void attention_backward(const void* dout, const void* qkv, const void* out, const float* lse, void* dqkv, int64_t B,
-                                   int64_t T, int64_t H, int64_t D, float cosine_eps, int half, int threads);
+extern "C" int64_t attention_scratch(int backward, int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half,
+                                     int threads);
+extern "C" void attention_forward(const void* qkv, void* out, float* lse, void* scratch, int64_t B, int64_t T, int64_t H,
+                                  int64_t D, float cosine_eps, int half, int threads);
+extern "C" void attention_backward(const void* dout, const void* qkv, const void* out, const float* lse, void* dqkv, void* scratch,
+                                   int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half, int threads);
 
 namespace {
 
@@ -33,8 +35,10 @@ std::tuple<Tensor, Tensor> run_forward(const Tensor& input, int64_t heads, doubl
     const Tensor qkv = input.contiguous();
     const int64_t B = qkv.size(0), T = qkv.size(1), C = qkv.size(2) / 3;
     Tensor out = empty({B, T, C}, dtype), lse = empty({B, heads, T}, at::kFloat);
-    attention_forward(qkv.data_ptr(), out.data_ptr(), lse.data_ptr<float>(), B, T, heads, C / heads, eps,
-                      dtype == at::kBFloat16, threads_for(B, T, C));
+    const int half = dtype == at::kBFloat16, threads = threads_for(B, T, C);
+    const Tensor scratch = empty(attention_scratch(false, B, T, heads, C / heads, eps, half, threads), at::kByte);
+    attention_forward(qkv.data_ptr(), out.data_ptr(), lse.data_ptr<float>(), scratch.data_ptr(), B, T, heads, C / heads, eps, half,
+                      threads);
     return {out, lse};
 }
 
@@ -42,8 +46,11 @@ Tensor run_backward(const Tensor& grad, const Tensor& input, const Tensor& outpu
     const Tensor dout = grad.to(input.scalar_type()).contiguous(), qkv = input.contiguous(), out = output.contiguous();
     const int64_t B = qkv.size(0), T = qkv.size(1), C = qkv.size(2) / 3;
     Tensor dqkv = empty(qkv.sizes(), qkv.scalar_type());
-    attention_backward(dout.data_ptr(), qkv.data_ptr(), out.data_ptr(), lse.contiguous().data_ptr<float>(), dqkv.data_ptr(), B, T,
-                       heads, C / heads, eps, qkv.scalar_type() == at::kBFloat16, threads_for(B, T, C));
+    const int half = qkv.scalar_type() == at::kBFloat16, threads = threads_for(B, T, C);
+    const Tensor stats = lse.contiguous();
+    const Tensor scratch = empty(attention_scratch(true, B, T, heads, C / heads, eps, half, threads), at::kByte);
+    attention_backward(dout.data_ptr(), qkv.data_ptr(), out.data_ptr(), stats.data_ptr<float>(), dqkv.data_ptr(),
+                       scratch.data_ptr(), B, T, heads, C / heads, eps, half, threads);
     return dqkv;
 }
 
