@@ -89,7 +89,7 @@ def attention(args, peak_bytes):
     print(f"{hardware.cpu_name()}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}; ours over torch's, "
           "forward / backward / both: median of rounds (quartiles of both); error and peak memory over torch's")
     print(f"{'dtype':9}{'B x T':>7}{'heads':>9}{'torch ms':>14}{'ours / torch':>21}{'(quartiles)':>15}{'/ float32':>10}"
-          f"{'GFLOP/s':>18} of ceiling{'error':>5}{'memory':>8}")
+          f"{'GFLOP/s':>18} {'of':9}{'error':>7}{'memory':>8}")
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
         for shape in SHAPES:
