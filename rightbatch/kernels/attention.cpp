@@ -20,8 +20,8 @@
 // tile lie side by side, those of the next step behind them. For floats rows and times are the same.
 //
 // Threads: forward work is cut into (head, block of queries), backward into (head, block of keys), and each thread owns one
-// contiguous range of equal work. dQ of a head that is cut between threads is added up afterwards, in their order. So the result
-// depends on the number of threads (dQ of a cut head alone), never on timing. A thread's scratch memory is a head's packed
+// contiguous range of equal work. dQ of a head that is cut between threads is added up afterwards, in their order. So it
+// depends on the number of threads, never on timing; all else depends on neither. A thread's scratch memory is a head's packed
 // matrices and dQ, 18 bytes for each number of a head's queries in bf16 and 32 in float32.
 
 #include <algorithm>
@@ -282,7 +282,9 @@ struct Pairs {
         _mm512_storeu_si512(to + W, _mm512_permutex2var_epi16(first, high, second));
     }
 
-    static INLINE void store_times(float* to, const vec (&two)[2][kVecs]) { store_zipped(to, rounded(two[0]), rounded(two[1])); }
+    static INLINE void store_times(float* to, const vec (&two)[2][kVecs]) {
+        store_zipped(to, rounded(two[0]), rounded(two[1]));
+    }
 
     static INLINE void store_tile(float* to, float* times, const vec (&tile)[kRows][kVecs]) {
 #pragma GCC unroll 16
@@ -307,7 +309,8 @@ template <int width> INLINE void store_panel(float* to, int64_t steps, int64_t s
     if constexpr (width >= W) {
         store(to + (n / width * steps + step) * width + n % width, v);
     } else {
-        for (int i = 0; i < W; i += width) std::memcpy(to + ((n + i) / width * steps + step) * width, (float*)&v + i, 4 * width);
+        for (int i = 0; i < W; i += width)
+            std::memcpy(to + ((n + i) / width * steps + step) * width, (float*)&v + i, width * sizeof(float));
     }
 }
 
@@ -334,7 +337,7 @@ template <int width, class Load> void pack_times(int64_t words, int64_t D, float
         }
 }
 
-// ---- the product of a tile: sum += a b over `steps` words. a: word s of row r at r * row + s * step; b: rows of `stride` words
+// ---- the product of a tile: sum += a b over `steps` words. a: word s of row r at r * row + s * step; b: `stride` words a step
 
 template <class Words, int V>
 INLINE void multiply(const float* a, int64_t row, int64_t step, const float* b, int64_t stride, int64_t steps,
@@ -390,7 +393,7 @@ template <class Words> struct Sizes {
           times(T / Words::kPer) {}
 };
 
-// Hands out parts of one block, which begins at a cache line. They begin at cache lines: a vector across the border of two takes twice as long.
+// Hands out parts of one block. Block and parts begin at cache lines: a vector across the border of two takes twice as long.
 struct Memory {
     char* next;
     template <class Y = float> Y* take(int64_t n) {
@@ -423,7 +426,7 @@ template <class X> struct Seen {
         rows = {copy, a.D, a.T, a.D};
     }
 
-    // row: the gradient of row t of what is seen, D floats, to that of q or k. x_hat = x f gives dx = f (g - x_hat mean(g x_hat))
+    // row: the gradient g of row t of what is seen, D floats, to that of q or k. seen = x f: dx = f (g - seen mean(g seen))
     void store_gradient(const Problem<X>& a, float* row, int64_t t, X* to) const {
         float scale = a.scale();
         if (a.eps >= 0) {
@@ -567,7 +570,8 @@ template <class X> struct Forward {
     void output(int64_t j0, int64_t keys, bool first, const vec (&shrink)[kVecs]) {
         for (int64_t d = 0; d < size.D; d += kRows) {
             vec tile[kRows][kVecs] = {};
-            multiply<Words>(v_panels + d * size.times + j0 / Words::kPer * kRows, 1, kRows, s, kLanes, keys / Words::kPer, tile);
+            multiply<Words>(v_panels + d * size.times + j0 / Words::kPer * kRows, 1, kRows, s, kLanes, keys / Words::kPer,
+                            tile);
             float* const to = o + d * kLanes;
 #pragma GCC unroll 16
             for (int r = 0; r < kRows; ++r)
@@ -636,7 +640,7 @@ template <class X> struct Backward {
     Seen<X> q, k;
     float *q_panels, *dout_panels, *q_times, *dout_times, *k_panels, *v_panels, *k_times;   // as the products need them
     float *lse, *delta;             // padded
-    float *p, *ds, *ds_times;       // of a block: (tiles of queries, keys, words along queries), (.., words along keys, queries)
+    float *p, *ds, *ds_times;       // of a block: (tiles of queries, keys, words along queries), (.., words along keys, ..)
     float *dk, *dv;                 // of a block of keys: (keys, D)
     float *dq, *dq_shared;          // of a head: (tiles of queries, D, kLanes); the second: of one that an earlier thread began
 
@@ -773,7 +777,9 @@ template <class X> struct Backward {
             });
     }
 
-    static int64_t bytes(const Problem<X>& a, int threads) { return Backward(a, nullptr, threads).memory.next - (char*)nullptr; }
+    static int64_t bytes(const Problem<X>& a, int threads) {
+        return Backward(a, nullptr, threads).memory.next - (char*)nullptr;
+    }
 
     static void run(const Problem<X>& a, char* scratch, int threads) {
         const auto of_thread = [&](int thread) { return Backward(a, scratch + thread * bytes(a, threads), threads); };
@@ -788,7 +794,8 @@ template <class X> struct Backward {
         on_threads(threads, [&](int thread, int n) {
             for (; thread < threads; thread += n)
                 for (int64_t head = 0; head < shares.heads; ++head)
-                    if (shares.is_cut(head) && shares.owner(head, 0) == thread) of_thread(thread).finish(head, shares, of_thread);
+                    if (shares.is_cut(head) && shares.owner(head, 0) == thread)
+                        of_thread(thread).finish(head, shares, of_thread);
         });
     }
 
@@ -817,7 +824,7 @@ template <class X> struct Backward {
 extern "C" {
 
 // qkv (B, T, 3, H, D), out (B, T, H, D), lse (B, H, T). half: bf16, otherwise float32. D up to 256.
-// scratch: attention_scratch(...) bytes from a cache line on. cosine_eps is added to mean squares; negative: no cosine attention.
+// scratch: attention_scratch(...) bytes from a cache line on. cosine_eps: added to mean squares; negative: no cosine attention.
 int64_t attention_scratch(int backward, int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half, int threads) {
     const auto bytes = [=](auto x) {
         using X = decltype(x);
@@ -840,8 +847,8 @@ void attention_backward(const void* dout, const void* qkv, const void* out, cons
                         int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half, int threads) {
     const auto run = [=](auto x) {
         using X = decltype(x);
-        Backward<X>::run({(const X*)qkv, (float*)lse, (X*)out, (const X*)dout, (X*)dqkv, B, T, H, D, cosine_eps}, (char*)scratch,
-                         threads);
+        Backward<X>::run({(const X*)qkv, (float*)lse, (X*)out, (const X*)dout, (X*)dqkv, B, T, H, D, cosine_eps},
+                         (char*)scratch, threads);
     };
     half ? run(bf16()) : run(float());
 }

@@ -12,8 +12,8 @@ extern "C" int64_t attention_scratch(int backward, int64_t B, int64_t T, int64_t
                                      int threads);
 extern "C" void attention_forward(const void* qkv, void* out, float* lse, void* scratch, int64_t B, int64_t T, int64_t H,
                                   int64_t D, float cosine_eps, int half, int threads);
-extern "C" void attention_backward(const void* dout, const void* qkv, const void* out, const float* lse, void* dqkv, void* scratch,
-                                   int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half, int threads);
+extern "C" void attention_backward(const void* dout, const void* qkv, const void* out, const float* lse, void* dqkv,
+                                   void* scratch, int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half, int threads);
 
 namespace {
 
@@ -37,12 +37,13 @@ std::tuple<Tensor, Tensor> run_forward(const Tensor& input, int64_t heads, doubl
     Tensor out = empty({B, T, C}, dtype), lse = empty({B, heads, T}, at::kFloat);
     const int half = dtype == at::kBFloat16, threads = threads_for(B, T, C);
     const Tensor scratch = empty(attention_scratch(false, B, T, heads, C / heads, eps, half, threads), at::kByte);
-    attention_forward(qkv.data_ptr(), out.data_ptr(), lse.data_ptr<float>(), scratch.data_ptr(), B, T, heads, C / heads, eps, half,
-                      threads);
+    attention_forward(qkv.data_ptr(), out.data_ptr(), lse.data_ptr<float>(), scratch.data_ptr(), B, T, heads, C / heads, eps,
+                      half, threads);
     return {out, lse};
 }
 
-Tensor run_backward(const Tensor& grad, const Tensor& input, const Tensor& output, const Tensor& lse, int64_t heads, double eps) {
+Tensor run_backward(const Tensor& grad, const Tensor& input, const Tensor& output, const Tensor& lse, int64_t heads,
+                    double eps) {
     const Tensor dout = grad.to(input.scalar_type()).contiguous(), qkv = input.contiguous(), out = output.contiguous();
     const int64_t B = qkv.size(0), T = qkv.size(1), C = qkv.size(2) / 3;
     Tensor dqkv = empty(qkv.sizes(), qkv.scalar_type());
