@@ -2,6 +2,7 @@
 
     python bench.py kernel          norm kernels against torch's own, ref, and a copy of the same bytes (4 minutes)
     python bench.py kernel --threads=1 --seconds=2 --out=/tmp/kernel.json
+    python bench.py attention       the attention kernel against torch's own: time, FLOP/s, error, memory
     python bench.py triton          compile the CUDA kernels, no GPU needed: registers, spills, global traffic
     python bench.py step            whole training steps: tracking off, norm, exact, and off with torch's own LayerNorm
     python bench.py step --models=char --dtype=float32 --others      and per-sample gradients by torch.func, Opacus and
@@ -20,12 +21,13 @@ quartiles over rounds. The tables go to the screen, every number to results/<com
 import argparse
 import sys
 
-from benchmarks import data, grad_stats, kernel, profile, startup, step, triton_compile
+from benchmarks import attention, data, grad_stats, kernel, profile, startup, step, triton_compile
 from configurator import ConfigError, die
 
 # command: what it measures, the file that does; each has arguments(parser) and run(args)
 COMMANDS = {
     "kernel": ("norm kernels on this CPU", kernel),
+    "attention": ("the attention kernel on this CPU", attention),
     "triton": ("compile the CUDA kernels and report", triton_compile),
     "step": ("whole training steps on this CPU", step),
     "profile": ("a step by its parts, on this CPU", profile),

@@ -73,8 +73,6 @@ class Config:
     tie_weights: bool = opt(True, FIXED, "one matrix for token embedding and head, as in GPT-2")
     cos_attn: tuple = opt((), FIXED, "blocks with cosine attention, e.g. (1,): bounds the logits where bf16 diverges")
     spectral_qkv: tuple = opt((), FIXED, "blocks whose QKV matrix is divided by its spectral norm: the other cure")
-    cpu_float_attention: int = opt(256, FIXED, "sequences up to this length attend in float32 on a CPU even in bf16: there it "
-                                               "is faster; 0 = never")
     activation_checkpointing: str = opt("none", FREE, "block recomputes each block in backward: less memory, a third more "
                                                       "compute", ("none", "block"))
     # -- batch

@@ -11,7 +11,6 @@ gradient, after backward, holds the squared norm of each example's contribution 
 B batch, T time, C channels (width), nh heads, hs head size, V vocabulary.
 """
 
-import contextlib
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ln_kernel
 import per_example
+from rightbatch.kernels.attention import causal_attention
 from trainer import head_loss
 
 
@@ -39,11 +39,9 @@ class GPTConfig:
     tie_weights: bool = True
     cos_attn: tuple = ()  # blocks with cosine attention
     spectral_qkv: tuple = ()  # blocks with a spectrally normalised QKV matrix
-    # Sequences up to this length attend in float32 on a CPU, under bf16 autocast, too. Torch's fused kernel in float32 over
-    # bf16, forward + backward, on Zen 4: 0.5 of the time for 128 tokens (4 heads of 32), 0.9 for 256 and 1.2 for 1024 (of 64)
-    cpu_float_attention: int = 256
     activation_checkpointing: str = "none"  # none | block
     norm_impl: str = "auto"  # see ln_kernel
+    attention_impl: str = "auto"  # see rightbatch/kernels/attention.py
 
     @classmethod
     def of(cls, settings, vocab_size):
@@ -101,26 +99,18 @@ class Attention(nn.Module):
         super().__init__()
         self.n_head, self.dropout = config.n_head, config.dropout
         self.cosine, self.spectral = layer in config.cos_attn, layer in config.spectral_qkv
-        self.cpu_float = config.cpu_float_attention
+        self.impl = config.attention_impl
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
 
     def forward(self, x, taps):
-        B, T, C = x.shape
         weight, tap = self.c_attn.weight, taps.get("attn.c_attn")
         if self.spectral:
             sigma = spectral_norm(weight)
             weight, tap = weight / sigma, scaled_tap(tap, sigma)
         qkv = linear(self.c_attn, x, tap, weight)
-        dtype, wide = qkv.dtype, qkv.dtype == torch.bfloat16 and qkv.device.type == "cpu" and T <= self.cpu_float
-        qkv = qkv.float() if wide else qkv
-        # (B, nh, T, hs) each; by split, whose backward writes the gradients side by side in one pass
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in qkv.split(C, dim=2))
-        if self.cosine:  # unit vectors times sqrt(hs) each, so that logits are sqrt(hs) * cosine
-            q, k = F.rms_norm(q, q.shape[-1:]), F.rms_norm(k, k.shape[-1:])
-        with torch.autocast("cpu", enabled=False) if wide else contextlib.nullcontext():
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
-        y = linear(self.c_proj, y.transpose(1, 2).reshape(B, T, C).to(dtype), taps.get("attn.c_proj"))
+        y = causal_attention(qkv, self.n_head, self.cosine, self.dropout if self.training else 0.0, self.impl)
+        y = linear(self.c_proj, y, taps.get("attn.c_proj"))
         return F.dropout(y, self.dropout, self.training)
 
 

@@ -44,7 +44,7 @@ def pair(config, changes, seed, device):
     """(teacher, student): queries, keys and values of unit variance, the student's QKV bias noisy."""
     torch.manual_seed(seed)
     shape = GPTConfig(n_layer=BLOCK + 1, n_head=config.n_head, n_embd=config.n_embd, block_size=config.block_size,
-                      cpu_float_attention=0, **changes)
+                      attention_impl="torch", **changes)
     teacher, student = Attention(shape, BLOCK), Attention(shape, BLOCK)
     with torch.no_grad():
         for p in teacher.parameters():

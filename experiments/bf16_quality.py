@@ -3,9 +3,8 @@ Does training in bf16 end where training in fp32 does?
 
     python experiments/bf16_quality.py                     # three seeds each, 25 minutes on two cores
 
-Runs of the quickstart that differ in dtype and seed only. bf16 is torch.autocast: matrix products and what follows them in
-bf16, residual stream, loss, norms and the parameters in fp32. Attention is in bf16, too, as on a GPU: a CPU would take float32
-for sequences as short as these (cpu_float_attention).
+Runs of the quickstart that differ in dtype and seed only. bf16 is torch.autocast: matrix products, attention and what
+follows them in bf16, residual stream, loss, norms and the parameters in fp32.
 
 A CPU without bf16 instructions takes a hundred times as long for a bf16 product as for one in fp32. There, such products are
 made as bf16 units make them, bf16 inputs, fp32 sums, one rounding of the result, by the fp32 units: float32_products below.
@@ -96,7 +95,7 @@ def main(argv=None):
     runs = Runs(config, args)
     if emulated:
         runs.group = Group
-    runs.do({f"{dtype}_seed{seed}": dict(dtype=dtype, seed=seed, cpu_float_attention=0)
+    runs.do({f"{dtype}_seed{seed}": dict(dtype=dtype, seed=seed)
              for seed in range(args.seeds) for dtype in DTYPES})
     names = {dtype: [f"{dtype}_seed{seed}" for seed in range(args.seeds)] for dtype in DTYPES}
     losses = {dtype: [runs.final_loss(name) for name in names[dtype]] for dtype in DTYPES}

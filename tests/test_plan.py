@@ -19,7 +19,7 @@ SHAPES = [dict(), dict(bias=False), dict(norm="rmsnorm"), dict(norm="rmsnorm", b
 
 def pair(**more):
     """A config and its model, which attends as on a GPU, for a plan is for GPUs."""
-    shape = dict(n_layer=2, n_head=4, n_embd=64, block_size=32, micro_batch_size=3, cpu_float_attention=0)
+    shape = dict(n_layer=2, n_head=4, n_embd=64, block_size=32, micro_batch_size=3)
     config = Config(**{**shape, **more})
     names = {f.name for f in dataclasses.fields(GPTConfig)} & set(configurator.FIELDS)
     return config, GPT(GPTConfig(vocab_size=V, **{k: getattr(config, k) for k in names}))

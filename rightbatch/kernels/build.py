@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-KERNELS = ("ln_kernel.cpp",)   # without torch's headers; compiled for this CPU
-GLUE = ("ln_autograd.cpp",)    # kernels as torch operators
+KERNELS = ("ln_kernel.cpp", "attention.cpp")   # without torch's headers; compiled for this CPU
+GLUE = ("ln_autograd.cpp", "attention_autograd.cpp")   # kernels as torch operators
 
 
 def build():
