@@ -13,7 +13,8 @@ extern "C" int64_t attention_scratch(int backward, int64_t B, int64_t T, int64_t
 extern "C" void attention_forward(const void* qkv, void* out, float* lse, void* scratch, int64_t B, int64_t T, int64_t H,
                                   int64_t D, float cosine_eps, int half, int threads);
 extern "C" void attention_backward(const void* dout, const void* qkv, const void* out, const float* lse, void* dqkv,
-                                   void* scratch, int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half, int threads);
+                                   void* scratch, int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half,
+                                   int threads);
 
 namespace {
 
