@@ -23,6 +23,8 @@ import math
 import os
 from decimal import Decimal, InvalidOperation
 
+import gns
+
 SUFFIXES = {"k": 10**3, "M": 10**6, "B": 10**9}
 
 
@@ -35,7 +37,7 @@ class Schedule:
     fixed = ()  # keys that a resume may change in general, but not with this schedule
     measured = False  # batches follow from what the run measures: nobody knows them beforehand
     polls = False  # poll() is worth a call before each step
-    by_time = False  # decisions depend on the clock: each one is saved, so that a resumed run keeps it
+    by_time = False  # decisions depend on the clock and cannot be made again: a move is saved at once
 
     def __init__(self, config, quantum):
         self.config, self.quantum = config, quantum
@@ -51,9 +53,9 @@ class Schedule:
         for key in cls.keys:
             whole(key, getattr(config, key), config.micro_batch_size, quantum)
 
-    def learning_rate(self, tokens):
-        """After `tokens`, for the reference batch."""
-        return learning_rate_at(tokens, self.config)
+    def learning_rate(self, tokens, after):
+        """Of the step from `tokens` to `after`, for the reference batch."""
+        return learning_rate_at(after, self.config)
 
     def start(self):
         """Called once, at the start of a run that has no saved state."""
@@ -132,10 +134,10 @@ class Seesaw(Between):
         c = self.config
         return c.batch_size_start * 2 ** self.halvings(tokens)[1]
 
-    def learning_rate(self, tokens):
+    def learning_rate(self, tokens, after):
         c = self.config
-        if tokens < c.warmup_tokens or not c.learning_rate:
-            return learning_rate_at(tokens, c)
+        if after < c.warmup_tokens or not c.learning_rate:
+            return learning_rate_at(after, c)
         count, doubled = self.halvings(tokens)
         return max(c.learning_rate * 2.0 ** (doubled / 2 - count), c.min_lr)
 
@@ -245,7 +247,7 @@ def balance(factor, noise, cost):
 def fastest(factor, noise, cost):
     """(1 + N/B)(t0 + t1 B), the time to a loss up to a constant, is smallest at B = sqrt(N t0 / t1)."""
     (n, n_low, n_high), (t0, t0_low, t0_high), (t1, t1_low, t1_high) = noise, cost["fixed"], cost["per_sequence"]
-    target = tuple(math.sqrt(a * b / c) for a, b, c in ((n, t0, t1), (n_low, t0_low, t1_high), (n_high, t0_high, t1_low)))
+    target = tuple(gns.fastest_batch(*those) for those in ((n, t0, t1), (n_low, t0_low, t1_high), (n_high, t0_high, t1_low)))
     return target, (f"fastest batch {target[0]:.4g} [{target[1]:.4g}, {target[2]:.4g}], from noise scale {n:.4g} "
                     f"[{n_low:.4g}, {n_high:.4g}], {1e3 * t0:.3g} ms a step and {1e3 * t1:.3g} ms a sequence")
 
@@ -317,6 +319,8 @@ class Controller(Between):
         batch = self.batch
         if batch == self.largest and not self.shrink:
             return batch, "limit", f"it has reached batch_size={self.largest}"
+        if self.objective is fewest_tokens and batch == self.smallest:
+            return batch, "limit", "fewest tokens: the smallest batch, batch_size_start"
         if tokens - self.moved_tokens < self.dwell:
             return batch, "dwell", f"no move before {self.moved_tokens + self.dwell:,} tokens (batch_gns_dwell_tokens)"
         if noise is None or not all(map(math.isfinite, noise)):
@@ -507,10 +511,16 @@ def coupled(B, config, noise=None):
                           al. 2025, arXiv 2505.13738: the best one is linear in B), sqrt(k) with sqrt, 1 with linear.
     """
     k = B / reference_batch(config)
-    lr_factor = LR_FACTORS[config.lr_scaling](k * min(1.0, noise[2] / B) if saturated(B, config, noise) else k)
+    lr_factor = LR_FACTORS[config.lr_scaling](k * noise[2] / B if saturated(B, config, noise) else k)
     beta2 = max(config.beta2**k, min(config.beta2_floor, config.beta2)) if config.beta2_scaling == "tokens" else config.beta2
     decay = config.weight_decay * k / lr_factor if config.weight_decay_scaling == "tokens" else config.weight_decay
     return lr_factor, beta2, decay
+
+
+def fixed_on_resume(config):
+    """Keys that a resume may change in general, but not in this run: what follows the noise scale looks at it at log lines."""
+    looks = config.lr_scaling != "none" and config.lr_saturates and config.gns != "off"
+    return {*kind(config).fixed, *(("log_interval",) if looks else ())}
 
 
 def saturated(B, config, noise):

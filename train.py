@@ -35,9 +35,9 @@ def train(config, ranks, device):
     dtype = hardware.prepare(config, device)
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
     saved = ranks.guard(lambda: resume.starting_point(config, data, mmap=ranks.world > 1))
-    quantum = config.micro_batch_size * ranks.world  # a step's batch is a multiple of it
-    known = saved and not saved.get("branched") and saved.get("schedule")
-    batch_schedule = ranks.guard(lambda: configurator.batch_schedule(config, quantum, known))
+    quantum = config.micro_batch_size * ranks.world  # sequences of one micro-step over all processes; batches are multiples
+    saved_schedule = None if saved is None or saved.get("branched") else saved["schedule"]
+    batch_schedule = ranks.guard(lambda: configurator.batch_schedule(config, quantum, saved_schedule))
 
     # -- model, optimizer, and what is measured in a step
     torch.manual_seed(config.seed)
@@ -51,6 +51,7 @@ def train(config, ranks, device):
 
     # -- the run: counters, log, checkpoint
     run = Run(config, ranks, data, step, batch_schedule, saved)
+    del saved  # it may be mapped into memory, and holds its file
     if run.over:
         if ranks.first:
             print(summary.finished(run))
@@ -66,12 +67,13 @@ def train(config, ranks, device):
         vote = ranks.vote(run.signals)
 
         # -- batch size, and what goes with it
-        if batch_schedule.polls:
-            run.event(batch_schedule.accept(ranks.from_first(batch_schedule.poll)), ahead=1)  # if its owner edited it
+        if batch_schedule.polls:  # the user may edit batch_file while the run goes on; rank 0 looks
+            news = ranks.from_first(batch_schedule.poll)
+            run.event(batch_schedule.accept(news), ahead=1)
         B = batch_schedule.at(run.count.tokens)
         accum, after = B // quantum, run.count.tokens + B * config.block_size
         lr_factor, beta2, weight_decay = schedule.coupled(B, config, run.count.noise)
-        lr = lr_factor * batch_schedule.learning_rate(after)
+        lr = lr_factor * batch_schedule.learning_rate(run.count.tokens, after)
 
         # -- gradients: the mean over all B examples, micro-batch by micro-batch
         first = run.count.examples + ranks.rank * config.micro_batch_size
@@ -101,13 +103,14 @@ def train(config, ranks, device):
 
     run.out.close()
     if ranks.first:
-        print(summary.stopped(run, stopping) if stopping else summary.closing(config), flush=True)
-    return 128 + stopping if stopping else 0
+        print(summary.closing(config) if run.over else summary.stopped(run, stopping), flush=True)
+    return 0 if run.over else 128 + stopping
 
 
 @torch.no_grad()
 def validation_loss(step, data):
-    """Mean loss over the fixed validation windows. Ranks take turns; all make as many forward passes, as FSDP needs."""
+    """Mean loss over the fixed validation windows. Each rank takes every world-th batch. All make equally many forward passes,
+    as FSDP needs: one with nothing left makes a dummy pass that counts for nothing."""
     model, ranks, config, device = step.model, step.ranks, step.config, step.device
     model.eval()
     starts, size = data.val_starts(config.eval_iters), config.micro_batch_size

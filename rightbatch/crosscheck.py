@@ -1,6 +1,6 @@
 """
-The classical noise scale, beside that of per-example norms: gradients of micro-batches, and of processes, against the whole
-step's. Noisier, since its small batch is larger, and it holds a second copy of the gradient.
+The classical noise scale: compares gradients of micro-batches, and of processes, with the step's. Noisier than per-example
+norms, since its small batch has many examples, and it holds a second copy of the gradient.
 """
 
 import torch
@@ -16,12 +16,13 @@ class CrossCheck:
         self.world, self.average = world, average
         kinds = ("micro", "rank") if world > 1 else ("micro",)
         self.scales = {f"{group}_{kind}": gns.NoiseScale(half_life_tokens, EARLY) for kind in kinds for group in groups}
-        self.held = None  # the gradient accumulated so far
+        self.begin()
 
     # -- on the device, during a step
 
     def begin(self):
-        self.held = self.micro_sq = self.rank_sq = None
+        self.held = None  # the gradient accumulated so far
+        self.micro_sq = self.rank_sq = None  # mean squared norms of the gradients of micro-batches, of this process
 
     def take(self, accum):
         """After a micro-batch's backward pass: its gradient's norms. The gradient is kept here, away from p.grad."""
@@ -42,6 +43,7 @@ class CrossCheck:
             self.average(self.held)
         for p, held in zip(self.parameters, self.held):
             p.grad = held
+        self.held = None
 
     def record(self, loss_scale):
         """To be summed over processes."""

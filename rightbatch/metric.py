@@ -8,8 +8,11 @@ import torch
 
 def adam_metric(second_moments, step, beta2, eps):
     """[p] for Adam's second moments [v] after `step` updates."""
-    correction = (1 - beta2 ** step).clamp_min(1 - beta2)  # the first step may have been skipped, as not finite
-    roots = torch._foreach_sqrt(torch._foreach_div(second_moments, correction))
-    weights = torch._foreach_reciprocal(torch._foreach_add(roots, eps))
-    # a coordinate that never had a gradient (a token not seen yet) has no metric: 1/eps would drown all others
-    return [p * (v > 0) for p, v in zip(weights, second_moments)]
+    correction = (1 - beta2 ** step).clamp_min(1 - beta2)  # step is 0 if the first update was skipped
+    weights = torch._foreach_div(second_moments, correction)
+    torch._foreach_sqrt_(weights)
+    torch._foreach_add_(weights, eps)
+    torch._foreach_reciprocal_(weights)
+    for p, v in zip(weights, second_moments):
+        p.mul_(v > 0)  # a coordinate that never had a gradient (a token not seen yet) has none: 1/eps would drown all others
+    return weights

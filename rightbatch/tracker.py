@@ -8,7 +8,8 @@ sites, and nothing of the trainer around it.
     loss = model(x, y, **given)[1]; loss.backward()
     tracker.take(given)                                      # after each micro-batch
     record = tracker.record()                                # after the last, before clipping: {name: tensor}
-    tracker.absorb(values, mode, B, tokens)                  # later, with the record's values on the host
+    tracker.absorb(values, mode, B, tokens)                  # later, on the host: the record, with loss_scale and param_sq,
+                                                             # the squared norm of each parameter's gradient
     tracker.row()                                            # the keys of a log line
 
 On the device nothing is asked of the host: what the probes got is kept as it is. Sums over examples and sites, the unbiased
@@ -67,10 +68,11 @@ class Tracker:
             self.step_mode = "exact"
         if self.metric:
             self.weights = self.metric(self.watched[self.step_mode])
-        probes = self.zeros(len(self.sites[self.step_mode]), 4 if self.weights else 2)
+        probes = self.probes_for(len(self.sites[self.step_mode]), 4 if self.weights else 2)
         return {"probes": probes, "metrics": self.weights[1] if self.weights else None}
 
-    def zeros(self, sites, rows):
+    def probes_for(self, sites, rows):
+        """Kept, so that torch.compile sees the same leaf."""
         if (sites, rows) not in self.probes:
             self.probes[sites, rows] = torch.zeros(sites, rows, self.micro_batch_size, device=self.device, requires_grad=True)
         return self.probes[sites, rows]
@@ -82,7 +84,8 @@ class Tracker:
             given["probes"].grad = None
 
     def record(self):
-        """The step's norms as {name: tensor}, before clipping, to be summed over processes; all that backward held."""
+        """The step's norms as {name: tensor}, before clipping, to be summed over processes. In the scale of the backward pass,
+        which example_sq undoes."""
         if not self.taken:
             return {}
         record = {"sq": self.in_order(self.taken)}
@@ -90,11 +93,12 @@ class Tracker:
             part, zero = self.weights[0], self.taken[0].new_zeros(())
             record["param_psq"] = torch.stack([(part[n] * local(p.grad).square()).sum() if n in part else zero
                                                for n, p in self.parameters.items()]) / self.copies
+            self.weights = None  # as large as the model in an exact step
         return record
 
     def in_order(self, taken):
-        """(S, 2 or 4, example) of each micro-batch; of several processes (micro-batch, rank, S, 2 or 4, example), with zeros
-        where the others' examples are: the sum is a gather. A few numbers per site and example, little beside gradients."""
+        """One process: (micro-batch, S, rows, example). Several: one more axis for the rank, zeros in the others' places, so
+        that the sum over processes is a gather. A few numbers per site and example, little beside gradients."""
         if self.world == 1:
             return taken[0] if len(taken) == 1 else torch.stack(taken)
         everyone = taken[0].new_zeros(len(taken), self.world, *taken[0].shape)
@@ -153,9 +157,11 @@ class Tracker:
 
     def load_state_dict(self, state):
         for name, scale in self.scales.items():
-            scale.load_state_dict(state["scales"][name])
+            if name in state["scales"]:  # fsdp measures fewer than one process, and one may go on where the other was
+                scale.load_state_dict(state["scales"][name])
         for suffix, calibration in self.calibrations.items():
-            calibration.load_state_dict(state["calibrations"][suffix])
+            if suffix in state["calibrations"]:
+                calibration.load_state_dict(state["calibrations"][suffix])
 
 
 def membership(sites, names):

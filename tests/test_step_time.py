@@ -10,7 +10,7 @@ from tests.conftest import TINY
 from trainer import checkpoint, log
 from trainer.optimizer import Optimizer
 from trainer.step import TrainingStep
-from trainer.step_time import WARM_UP, StepTime, row, split
+from trainer.step_time import WARM_UP, StepTime, row, slowest, split
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def made_up(seed, steps=60, several=False):
         marks = [0.0]
         for error in errors[1:]:
             marks.append(marks[-1] + 0.16 + error)
-        timer.absorb(([*marks, marks[-1] + 0.05 + errors[0]], None), 100)
+        timer.absorb(([0.0, *marks, marks[-1] + 0.05 + errors[0]], None), 100)
     return timer.estimate()
 
 
@@ -86,19 +86,32 @@ def test_under_ddp_the_moment_of_the_last_gradient_is_seen_and_one_process_has_n
     weight = torch.nn.Parameter(torch.ones(2))
     timer = StepTime("cpu", 8, 1000, world=2, last_ready=weight)
     timer.begin()
+    timer.mark()
     weight.sum().backward()
-    timer.micro_step()
+    timer.mark()
     marks, ready = timer.end()
-    assert len(marks) == 3 and marks[0] <= ready <= marks[1]
+    assert len(marks) == 4 and marks[1] <= ready <= marks[2]
     alone = StepTime("cpu", 8, 1000, world=1, last_ready=torch.nn.Parameter(torch.ones(2)))
     alone.begin()
-    assert alone.end()[1] is None
+    assert alone.end()[1] is None and StepTime("mps", 8, 1000).end() is None
+
+
+def test_of_several_processes_the_slowest_ones_estimate_is_taken():
+    fast, slow = ({"fixed": (f, f, f), "per_sequence": (s, s, s)} for f, s in ((0.9, 0.01), (0.2, 0.02)))
+    assert slowest([fast, slow]) is slow and slowest([fast, None]) is None
+
+
+def test_a_new_kind_of_step_warms_up_by_itself():
+    timer = StepTime("cpu", 1, 1000)
+    for kind, seconds in [("norm", 1.0)] * 8 + [("exact", 99.0)] * WARM_UP:
+        timer.absorb(([0.0, 0.25, seconds, seconds + 0.5], None), 10, kind)
+    assert timer.estimate()["per_sequence"][0] == pytest.approx(0.75) and timer.estimate()["fixed"][0] == pytest.approx(0.75)
 
 
 def test_a_state_from_another_setting_is_not_taken_over():
     timer, same, other = StepTime("cpu", 8, 1000), StepTime("cpu", 8, 1000), StepTime("cpu", 16, 1000)
     for _ in range(WARM_UP + 4):
-        timer.absorb(([0.0, 1.0, 1.5], None), 10)
+        timer.absorb(([0.0, 0.0, 1.0, 1.5], None), 10)
     for copy in (same, other):
         copy.load_state_dict(timer.state_dict())
     assert same.estimate() == timer.estimate() and other.estimate() is None

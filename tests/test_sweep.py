@@ -72,7 +72,7 @@ def branch_rows(loss, batch):
 
 def test_the_critical_batch_is_the_largest_of_an_unbroken_row_within_the_tolerance():
     rows = {1.0: branch_rows(3.0, 10), 2.0: branch_rows(3.004, 20), 4.0: branch_rows(3.02, 40), 8.0: branch_rows(3.001, 80)}
-    steps = [{"tokens": 900, "gns/norm": 20.0, "gns/norm_low": 15.0, "gns/norm_high": 30.0}, {"tokens": 1000, "gns/norm": None}]
+    steps = [{"tokens": 900, "gns": 20.0, "gns_low": 15.0, "gns_high": 30.0}, {"tokens": 1000, "gns": None}]
     result = branch.result_of(rows, steps, 1000, 3200, 16, 0.01)
     assert (result["largest_within"], result["first_beyond"]) == (32, 64)
     assert result["noise_scale"]["value"] == 20.0 and [e["within"] for e in result["branches"]] == [True, True, False, True]

@@ -21,8 +21,8 @@ def made_up(batch, micro, scale, steps=20):
         row = {"step": step, "tokens": step, "batch_size": batch, "accum": K, "train/loss": 1.0, "adam/snr": 0.3 * early,
                "grad/norm": early * (1 + scale / batch) ** 0.5, "grad/mean": 0.0, "grad/variance": 1e-3, "update/norm": 0.1,
                "update/ratio": 0.01, "grad/coherence": micro / (micro + scale) if K > 1 else None,
-               "grad/coherence_total": None if K == 1 else 0.5, "gns/norm": scale, "gns/norm_low": scale,
-               "gns/norm_high": scale}
+               "grad/coherence_total": None if K == 1 else 0.5, "gns/total": scale, "gns/total_low": scale,
+               "gns/total_high": scale}
         for k in (1, 2, 4, 8):
             if k < K:
                 row |= {f"grad/norm_after_{k}": (1 + scale / (k * micro)) ** 0.5, f"grad/mean_after_{k}": 0.0,

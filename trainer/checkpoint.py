@@ -59,7 +59,7 @@ def load(out_dir, device="cpu", mmap=False):
 def check_same_run(state, config, checksum, branch=False):
     """A resume that would compute something else says which key differs; a branch may change more."""
     old, new = state["config"], dataclasses.asdict(config)
-    free = configurator.free_keys(branch) - set(() if branch else schedule.kind(config).fixed)
+    free = configurator.free_keys(branch) - set(() if branch else schedule.fixed_on_resume(config))
     differ = [k for k in new if k not in free and k in old and _plain(old[k]) != _plain(new[k])]
     what = "branch" if branch else "resume"
     if differ:

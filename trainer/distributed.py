@@ -175,6 +175,14 @@ class Ranks:
         dist.broadcast_object_list(result, device=torch.device("cpu"))
         return result[0]
 
+    def everyone(self, value):
+        """[value of each rank], everywhere."""
+        if self.world == 1:
+            return [value]
+        values = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
     def wait(self):
         """All ranks have come here. On the host: dist.barrier would use the device."""
         self.host_sum(0.0)
@@ -209,8 +217,7 @@ class Ranks:
                     error = str(e)
             if in_turn:
                 self.wait()
-        errors = [None] * self.world
-        dist.all_gather_object(errors, error)
+        errors = self.everyone(error)
         failed = [rank for rank, e in enumerate(errors) if e is not None]
         if failed:
             where = "" if len(failed) == self.world else f"rank {failed[0]}: "
@@ -274,11 +281,7 @@ class Ranks:
 
     def rng_state(self):
         state = {"cpu": torch.get_rng_state(), "cuda": [torch.cuda.get_rng_state()] if self.device == "cuda" else []}
-        if self.world == 1:
-            return state
-        states = [None] * self.world
-        dist.all_gather_object(states, state)
-        return {"ranks": states}
+        return state if self.world == 1 else {"ranks": self.everyone(state)}
 
     def restore_rng(self, saved, seed, step):
         """Whether the streams go on where they were: not with another number of ranks, where new ones start."""

@@ -114,7 +114,11 @@ def facts(device):
         commit = None
     return {"commit": commit, "python": sys.version.split()[0], "torch": torch.__version__,
             "platform": platform.platform(), "cores": usable_cores(), "threads": torch.get_num_threads(),
-            "device": torch.cuda.get_device_name() if device == "cuda" else cpu_name() if device == "cpu" else device}
+            "device": device_name(device)}
+
+
+def device_name(device):
+    return torch.cuda.get_device_name() if device == "cuda" else cpu_name() if device == "cpu" else device
 
 
 def cpu_name():

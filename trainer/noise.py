@@ -16,8 +16,8 @@ def noise_key(config):
 
 
 def metric(config):
-    """gns_metric, where the run measures in it: Muon has no second moment, and fsdp never holds all of Adam's in exact mode."""
-    unmeasured = not config.gns_adam or config.optimizer != "adamw" or (config.gns == "exact" and config.parallel == "fsdp")
+    """gns_metric, where the run measures in it: Muon has no second moment, and fsdp never holds all of Adam's."""
+    unmeasured = not config.gns_adam or config.optimizer != "adamw" or config.parallel == "fsdp"
     return "plain" if unmeasured else config.gns_metric
 
 

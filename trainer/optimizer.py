@@ -47,6 +47,7 @@ def fused_adamw(groups, config):
 class Optimizer:
     def __init__(self, model, config, device, dtype):
         self.parts = OPTIMIZERS[config.optimizer](model, config)
+        self.decays = [[group["params"][0].dim() >= 2 for group in part.param_groups] for part in self.parts]  # matrices do
         self.grad_clip, self.beta1, self.device = config.grad_clip, config.beta1, device
         self.scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
 
@@ -64,10 +65,9 @@ class Optimizer:
             self.scaler.unscale_(part)
 
     def set(self, lr, beta2, weight_decay):
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = lr
-                group["weight_decay"] = weight_decay if group["weight_decay"] else 0.0
+        for part, decays in zip(self.parts, self.decays):
+            for group, decayed in zip(part.param_groups, decays):
+                group["lr"], group["weight_decay"] = lr, weight_decay if decayed else 0.0
                 if "betas" in group:
                     group["betas"] = self.beta1, beta2
 
@@ -77,7 +77,9 @@ class Optimizer:
         if self.grad_clip > 0:
             excess = torch.clamp((record["param_sq"].sum().sqrt() + 1e-6) / self.grad_clip, min=1.0)
         for part in self.parts:
-            if part.defaults.get("fused") and self.device != "mps":  # Metal's kernel does not look at these two
+            # The fused kernel divides by grad_scale and skips the step if found_inf: they are the GradScaler's, and do for
+            # clipping and for bad steps. Metal's kernel does not look at them
+            if part.defaults.get("fused") and self.device != "mps":
                 part.grad_scale, part.found_inf = excess, record["bad"]
                 part.step()
             else:

@@ -131,7 +131,7 @@ def noise_key(run):
     """The log key of the noise scale to predict from: the one that the run goes by; in a log that does not say, the whole
     model's, in Adam's metric if there. Where there is none, the reason and what to change: the norm layers' own value
     predicts nothing."""
-    newest = next((row for row in reversed(run.steps) if row.get("gns") is not None), None)
+    newest = next((row for row in reversed(run.steps) if triple(row, "gns")), None)
     if newest:
         return source(newest)
     metrics = ("", "_adam") if run.config.get("gns_metric") == "plain" else ("_adam", "")

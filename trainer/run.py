@@ -20,7 +20,7 @@ MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
 
 @dataclass
 class Counters:
-    """What the checkpoint calls its state."""
+    """Progress of the run. Saved under the key `state`."""
     step: int = 0
     tokens: int = 0
     examples: int = 0
@@ -50,7 +50,7 @@ class Run:
             step.timer.load_state_dict(saved.get("step_time"))
             self.streams_go_on = ranks.restore_rng(saved["rng"], config.seed, self.count.step)
         if self.branched:
-            self.count.best_val_loss = self.count.wandb_id = self.count.noise = None
+            self.count.best_val_loss = self.count.wandb_id = None
 
     @property
     def over(self):
@@ -85,7 +85,7 @@ class Run:
             self.out.event(self.count.step + ahead, self.count.tokens, text)
 
     def save(self):
-        """Evaluate nothing, change nothing: bring the numbers home and write the checkpoint."""
+        """Fetch pending numbers, then write the checkpoint. Every rank must call it."""
         self.fetch()
         self.count.seconds = self.clock.seconds()
         ranks, step = self.ranks, self.step
@@ -152,14 +152,14 @@ class Run:
                "bad_steps": count.bad_steps}
         row |= {key: value for key, value in (("beta2", beta2), ("weight_decay", weight_decay))
                 if getattr(config, f"{key}_scaling") != "none"}
-        cost = self.ranks.from_first(self.step.timer.estimate)
+        cost = step_time.slowest(self.ranks.everyone(self.step.timer.estimate()))
         row |= self.step.row() | step_time.row(cost)
         row |= named("gns", noise.noise(row, noise.noise_key(config)))
         self.out.write(row)
         speed = (seconds - self.opened.seconds) / (count.tokens - self.opened.tokens)
         self.out.say(summary.describe(row, config, max(0, self.end - count.tokens) * speed))
         self.logged = Mark(count.step, count.tokens, seconds)
-        # at these steps alone: an early fetch for a checkpoint or a signal must not add a decision
+        # Decide at log steps only: a resumed run must decide at the same steps.
         if self.at_log_line() and count.tokens < config.max_tokens:
             before, was = self.batches.at(count.tokens), schedule.saturated(self.batch_size, config, count.noise)
             count.noise = noise.noise(row) or count.noise

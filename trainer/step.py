@@ -7,7 +7,8 @@ The one training step. train.py, the sweeps' trials, every benchmark and the tes
     values = fetch([record, ...])                             # later: the numbers of several steps in one transfer
     step.absorb(values[0], record); step.row()                # averages; the keys of a log line
 
-The loss of a step is the mean over its B examples. Nothing in here asks the host for a number. B sequences in a step.
+The loss of a step is the mean over its B examples. A step with fused AdamW never waits for the device; fetch does, once for all
+the steps of a log line. B sequences in a step.
 """
 
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from trainer.step_time import StepTime
 @dataclass
 class Record:
     """The numbers of one step, still on the device."""
-    numbers: dict  # {name: tensor}: loss, param_sq, loss_scale, bad, and what the meters added
+    numbers: dict  # {name: tensor}: loss, param_sq, loss_scale, bad, and what tracker, crosscheck and grad_stats added
     mode: str  # which sites were measured: off, norm or exact
     batch_size: int
     tokens: int
@@ -35,8 +36,8 @@ class Record:
 
 class TrainingStep:
     def __init__(self, model, config, ranks, device, dtype, like=None):
-        """Wraps the model for its processes. Steps to be compared share the model and the optimizer of one of them (`like`):
-        where a model lies in memory is worth a per cent."""
+        """Wraps the model for its processes. like: another TrainingStep whose model and optimizer to use. Benchmarks compare
+        steps on the same memory: a copy elsewhere differs by a per cent."""
         self.model, self.config, self.ranks, self.device, self.dtype = model, config, ranks, device, dtype
         compiled = config.compile == "True" or (config.compile == "auto" and device == "cuda")
         self.run_model = like.run_model if like else ranks.wrap(model, config, dtype, compiled)
@@ -44,12 +45,11 @@ class TrainingStep:
         self.autocast = hardware.autocast(device, dtype)
         self.parameters = dict(model.named_parameters())
         self.copies = 1 if ranks.sharded else ranks.world  # processes that hold the same gradient
-        # Adam's metric must be whole on each process: a few vectors for the norm layers, a second model for exact mode
-        self.adam = config.gns_adam and not (ranks.sharded and config.gns == "exact")
+        self.measures_adam = config.gns_adam and not (ranks.sharded and config.gns == "exact")  # see metric
         self.tracker = Tracker(
             self.parameters, {mode: model.probe_sites(mode) for mode in ("norm", "exact")}, config.gns,
             micro_batch_size=config.micro_batch_size, half_life_tokens=config.gns_half_life_tokens,
-            calibrate_tokens=config.gns_calibrate_tokens, metric=self.metric if self.adam else None, rank=ranks.rank,
+            calibrate_tokens=config.gns_calibrate_tokens, metric=self.metric if self.measures_adam else None, rank=ranks.rank,
             world=ranks.world, copies=self.copies, device=device)
         self.crosscheck = None
         if config.gns_crosscheck:
@@ -57,15 +57,21 @@ class TrainingStep:
             self.crosscheck = CrossCheck(list(self.parameters.values()), groups, config.micro_batch_size,
                                          config.gns_half_life_tokens, ranks.world, ranks.average)
         self.stats = GradStats(list(self.parameters.values()), self.optimizer, ranks)
-        last_ready = None if ranks.sharded else model.wpe.weight  # embeddings come last in a backward pass
-        quantum = config.micro_batch_size * ranks.world
-        self.timer = StepTime(device, quantum, config.gns_half_life_tokens, ranks.world, last_ready)
+        last_ready = None if ranks.sharded else model.wte.weight  # the token embedding's gradient is the last to be ready
+        quantum, setting = config.micro_batch_size * ranks.world, (hardware.device_name(device), config.parallel,
+                                                                   config.activation_checkpointing, compiled)
+        self.timer = StepTime(device, quantum, config.gns_half_life_tokens, ranks.world, last_ready, setting)
 
     def metric(self, named):
-        """The optimizer's metric of these parameters, or None: (this process's part of each, each whole)."""
+        """The optimizer's metric of these parameters, or None: (this process's part of each, each unsharded). Shards are
+        gathered for the norm layers alone, a few vectors: all parameters would be a second model on each process."""
+        if self.ranks.sharded and len(named) == len(self.parameters):
+            return None
         mine = self.optimizer.metric(named)
-        if mine is None or not self.ranks.sharded:
-            return mine and (mine, mine)
+        if mine is None:
+            return None
+        if not self.ranks.sharded:
+            return mine, mine
         return mine, self.ranks.gather_shards(mine, {name: p.shape for name, p in named.items()})
 
     # -- gradients: the mean over all B examples, micro-batch by micro-batch
@@ -75,6 +81,7 @@ class TrainingStep:
         self.timer.begin()
         self.tokens, self.batch_size = after - before, accum * self.config.micro_batch_size * self.ranks.world
         self.given = self.tracker.begin(before, after)
+        self.timer.mark()
         self.stats.begin(accum, measure_stats)
         if self.crosscheck:
             self.crosscheck.begin()
@@ -86,7 +93,8 @@ class TrainingStep:
             self.backward(loss / accum)
             self.loss += loss.detach() / accum
             self.take(accum)
-            self.timer.micro_step()
+            self.timer.mark()
+        self.given = None  # with the metric in it, as large as the model
         if self.crosscheck:
             self.crosscheck.release()
 
@@ -98,11 +106,11 @@ class TrainingStep:
         self.optimizer.backward(loss)
 
     def take(self, accum):
-        """What the meters read after a micro-batch's backward pass."""
+        """What tracker, crosscheck and grad_stats read after a micro-batch's backward pass."""
         self.tracker.take(self.given)
         if self.crosscheck:
             self.crosscheck.take(accum)
-        self.stats.take(self.crosscheck and self.crosscheck.held, self.loss_scale)
+        self.stats.take(self.crosscheck.held if self.crosscheck else None, self.loss_scale)
 
     # -- update
 
@@ -142,7 +150,7 @@ class TrainingStep:
         """Bring the averages up to date with a step, from its values (see fetch)."""
         self.stats.absorb(values)
         if record.moments:
-            self.timer.absorb(record.moments, record.tokens)
+            self.timer.absorb(record.moments, record.tokens, kind=(record.mode, "param_psq" in record.numbers))
         if values["bad"][0] == 0:
             self.tracker.absorb(values, record.mode, record.batch_size, record.tokens)
             if self.crosscheck:

@@ -9,9 +9,10 @@ The right batch for time is sqrt(N t0 / t1), N the noise scale (gns.fastest_batc
 by the clock, on CUDA by events, which the stream passes without the host waiting. They are read when the step's numbers are
 fetched. Nothing that training reads is touched.
 
-Communication that is not hidden, in a step of several micro-steps: what the last one, which communicates, takes longer than the
-others. In a step of one: the time from the last gradient to the end of the backward pass (DDP); under FSDP it cannot be told
-from the backward pass and counts into t1.
+Communication that is not hidden. Several micro-steps: only the last one communicates, so what it takes longer is communication.
+One micro-step under DDP: the time after the last gradient is ready. One under FSDP: it cannot be told, and counts into t1.
+A process that is faster than the others waits for them, which looks like communication: the slowest one's estimate is taken.
+On Apple's MPS nothing is measured: its clock cannot be read without waiting.
 """
 
 import statistics
@@ -19,26 +20,27 @@ import time
 
 import torch
 
-import gns
+from rightbatch import gns
 from rightbatch.tracker import EARLY, named
 
-WARM_UP = 3  # steps of a process that are not counted: memory, threads and compilers are cold
+WARM_UP = 3  # steps of each kind that a process does not count: memory, threads and compilers are cold
 
 
 class StepTime:
-    def __init__(self, device, sequences, half_life_tokens, world=1, last_ready=None):
-        """sequences: of one micro-step over all processes. last_ready: the parameter whose gradient comes last, under DDP."""
-        self.cuda, self.sequences, self.world = device == "cuda", sequences, world
+    def __init__(self, device, sequences, half_life_tokens, world=1, last_ready=None, setting=()):
+        """sequences: of one micro-step over all processes. last_ready: the parameter whose gradient comes last, under DDP.
+        setting: what else a step's cost depends on; averages of another setting are not taken over."""
+        self.device, self.sequences, self.world = device, sequences, world
         self.averages = gns.Averages(2, half_life_tokens, EARLY)  # seconds of a micro-step, t0
-        self.steps, self.marks = 0, []
-        self.setting = [device, sequences, world, torch.get_num_threads()]  # elsewhere a step costs something else
+        self.seen, self.marks, self.ready = {}, [], None  # steps by kind; moments of the step at work
+        self.setting = [device, sequences, world, torch.get_num_threads(), *setting]
         if last_ready is not None and world > 1:
             last_ready.register_hook(self.gradient_ready)
 
     # -- during a step
 
     def now(self):
-        if not self.cuda:
+        if self.device != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -50,26 +52,29 @@ class StepTime:
     def gradient_ready(self, grad):
         self.ready = self.now()
 
-    def micro_step(self):
+    def mark(self):
+        """The end of what is prepared for a step, and of each micro-step."""
         self.marks.append(self.now())
 
     def end(self):
-        """The moments of the step: its begin, the end of each micro-step, its end; and when the last gradient was there."""
-        return [*self.marks, self.now()], self.ready
+        """The moments of the step: begin, prepared, the end of each micro-step, end; and when the last gradient was there."""
+        return None if self.device == "mps" else ([*self.marks, self.now()], self.ready)
 
     # -- on the host
 
     def between(self, a, b):
-        return a.elapsed_time(b) / 1e3 if self.cuda else b - a
+        return a.elapsed_time(b) / 1e3 if self.device == "cuda" else b - a
 
-    def absorb(self, moments, tokens):
-        """Take a step into the averages; the device must have passed its moments."""
-        marks, ready = moments
-        self.steps += 1
-        if self.steps <= WARM_UP:
+    def absorb(self, moments, tokens, kind=None):
+        """Take a step into the averages; the device must have passed its moments. kind: steps of a kind that is new compile."""
+        self.seen[kind] = self.seen.get(kind, 0) + 1
+        if self.seen[kind] <= WARM_UP:
             return
-        *micro_steps, update = (self.between(a, b) for a, b in zip(marks, marks[1:]))
-        self.averages.update(split(micro_steps, update, self.world > 1, ready and self.between(ready, marks[-2])), tokens)
+        marks, ready = moments
+        prepared, *micro_steps, update = (self.between(a, b) for a, b in zip(marks, marks[1:]))
+        tail = None if ready is None else self.between(ready, marks[-2])
+        micro, fixed = split(micro_steps, update, self.world > 1, tail)
+        self.averages.update((micro, prepared + fixed), tokens)
 
     def estimate(self, level=0.95):
         """{"fixed": (value, low, high), "per_sequence": the same} in seconds, or None while there are too few steps."""
@@ -89,15 +94,21 @@ class StepTime:
             self.averages.load_state_dict(state["averages"])
 
 
-def split(micro_steps, update, several, tail):
+def split(micro_steps, update, communicates, tail):
     """(seconds of a micro-step, seconds that do not depend on the batch) of one step."""
     *others, last = micro_steps
-    if not several:
+    if not communicates:
         return statistics.fmean(micro_steps), update
     if others:
         usual = statistics.fmean(others)
         return usual, last - usual + update
     return last - (tail or 0.0), (tail or 0.0) + update
+
+
+def slowest(estimates):
+    """Of several processes' estimates, that of the one which waits least."""
+    known = [e for e in estimates if e is not None]
+    return max(known, key=lambda e: e["per_sequence"][0]) if len(known) == len(estimates) else None
 
 
 def row(estimate):

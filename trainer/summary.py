@@ -25,7 +25,10 @@ def opening(run, parameters):
            f"{log.count(run.count.tokens if goes_on else run.end)} tokens; log and checkpoint in {config.out_dir}")
     if not run.streams_go_on and config.dropout > 0:
         yield "the checkpoint is from another number of processes: dropout draws anew from here, by seed, step and rank"
-    if config.gns_adam and config.gns != "off" and not step.adam:
+    if noise.noise_key(config) and noise.metric(config) != config.gns_metric:
+        yield ("The run goes by the plain noise scale: Adam's metric of the whole model needs gns_adam, optimizer='adamw' and "
+               "parallel='ddp'.")
+    if config.gns_adam and config.gns != "off" and not step.measures_adam:
         yield ("gns_adam is off: with gns='exact' it needs Adam's second moment of every parameter whole on each process, "
                "which parallel='fsdp' exists to avoid; gns='norm' has it")
     largest = max(schedule.kind(config).sizes(config), default=config.batch_size)
@@ -81,6 +84,8 @@ def closing(config):
     from plots import report  # matplotlib is slow to import
     rows = log.read(config.out_dir)
     steps = [r for r in rows if "train/loss" in r]
+    if not steps:
+        return f"{config.out_dir}: no step was logged (log_interval={config.log_interval})."
     val = [r["val/loss"] for r in rows if r.get("val/loss") is not None] or [float("nan")]
     lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps, time "
                  f"{log.duration(steps[-1]['seconds'])}; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
@@ -92,7 +97,8 @@ def closing(config):
 
 def noise_summary(steps, config):
     """Sentences about the noise scale: what it was, and where the run's batch lay beside it."""
-    known, own = [row for row in steps if noise.noise(row)], noise.noise(steps[-1], "gns/norm")
+    known = [row for row in steps if noise.noise(row) and noise.noise(row)[0] > 0]
+    own = noise.noise(steps[-1], "gns/norm")
     if config.gns == "off":
         return ["The noise scale was not measured (gns=off)."]
     if config.batch_size == 1:
@@ -130,7 +136,7 @@ def schedule_summary(rows, steps, config):
         f"kept the batch at {last}" if all(r["batch_size"] == last for r in steps) else
         f"took the batch from {first} to {last}")
     read = [(row["tokens"] - before["tokens"], row["batch_size"], noise.noise(row))
-            for before, row in zip([{"tokens": 0}, *steps], steps)]
+            for before, row in zip([{"tokens": 0} if rows[0] is steps[0] else rows[0], *steps], steps)]
     known = [(tokens, B, found) for tokens, B, found in read if found]
     if known:
         total, every = (sum(tokens for tokens, _, _ in those) for those in (known, read))
