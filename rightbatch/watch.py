@@ -41,6 +41,10 @@ class Site:
     parameters: list = field(default_factory=list)  # weight(, bias)
     hidden_calls: int = 0  # calls without gradients in the newest forward pass: reentrant checkpointing
 
+    @property
+    def size(self):
+        return self.norm.shape.numel() * (1 + self.norm.bias)
+
 
 @dataclass
 class Pass:
@@ -107,6 +111,9 @@ class Watch:
         self.current, self.given, self.waiting, self.checked = Pass(), None, [], False
         self.scales = {"norm": self.new_scale()}
         self.last, self.mean_length, self.skipped = None, None, 0
+        for site in self.sites:
+            if not site.parameters[0].is_meta:
+                self.leaf(site, site.parameters[0])
         self.handles = [model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True),
                         model.register_forward_hook(Hook(self.end), always_call=True)]
         self.handles += [s.module.register_forward_hook(Hook(self.tap, s), with_kwargs=True) for s in self.sites]
@@ -166,9 +173,10 @@ class Watch:
         return B
 
     def leaf(self, site, x):
+        """Made for the device that the model is on when it is used; a compiled model's are made before it is traced."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if site.leaf is None or site.leaf.device != x.device or site.leaf.dtype != dtype:
-            site.leaf = taps.new_leaf(site.norm.shape.numel() * (1 + site.norm.bias), dtype, x.device)
+            site.leaf = taps.new_leaf(site.size, dtype, x.device)
         return site.leaf
 
     def counts(self, x, B):
@@ -185,7 +193,7 @@ class Watch:
 
     def before_optimizer(self, optimizer, args, kwargs):
         """A closure computes the gradients inside of optimizer.step: then the step ends behind it."""
-        closure = args[0] if args else kwargs.get("closure")
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             return self.step()
 
@@ -193,7 +201,7 @@ class Watch:
             loss = closure()
             self.step()
             return loss
-        return (closure_and_step,), {}
+        return (optimizer, closure_and_step), {}
 
     @torch.no_grad()
     def step(self):
@@ -218,9 +226,8 @@ class Watch:
         device = next((s.leaf.device for s in self.sites if s.leaf is not None), "cpu")
         parts = []
         for s in self.sites:
-            n = s.norm.shape.numel() * (1 + s.norm.bias)
             grad = None if s.leaf is None else s.leaf.grad
-            parts.append((n, torch.zeros(2 * n + taps.HEAD, device=device) if grad is None else grad))
+            parts.append((s.size, torch.zeros(2 * s.size + taps.HEAD, device=device) if grad is None else grad))
             if s.leaf is not None:
                 s.leaf.grad = None
         sums, squares = torch.cat([g[:n] for n, g in parts]), torch.cat([g[n:2 * n] for n, g in parts])
@@ -333,9 +340,10 @@ def find_sites(model, skip):
         elif norm:
             sites.append(Site(name, module, norm, parameters=[p for p in module._parameters.values() if p is not None]))
     if not sites:
-        why = "its BatchNorm mixes examples: no example has a gradient of its own" if batch_norm else \
-            "all its norm layers are frozen" if "frozen" in left_out.values() else "it has no norm layer with a weight"
-        raise WatchError(f"nothing to watch: {why}")
+        raise WatchError("nothing to watch: " + (
+            "its norm layers are frozen; mode='exact' watches what is trained" if "frozen" in left_out.values() else
+            "its BatchNorm mixes examples: no example has a gradient of its own" if batch_norm else
+            "it has no norm layer with a weight: mode='exact' watches the other layers"))
     return sites, left_out
 
 

@@ -102,7 +102,8 @@ class Mean(torch.nn.Module):
 
 
 @pytest.mark.parametrize("module", [torch.nn.Linear(4, 4), torch.nn.Embedding(4, 4), torch.nn.PReLU(4), torch.nn.Tanh(),
-                                    torch.nn.Conv1d(4, 4, 1), torch.nn.LayerNorm(4, elementwise_affine=False), torch.nn.BatchNorm1d(4)])
+                                    torch.nn.Conv1d(4, 4, 1), torch.nn.BatchNorm1d(4),
+                                    torch.nn.LayerNorm(4, elementwise_affine=False)])
 def test_what_is_no_norm_layer_is_not_taken_for_one(module):
     assert recognise(module) is None
 
