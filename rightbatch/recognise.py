@@ -6,7 +6,6 @@ for 2x as for x, and for each example uses that example alone. All of it is trie
 parameters, in float64. Then an example's gradient of weight is sum_t dy xhat, and of bias sum_t dy.
 """
 
-import copy
 import functools
 import inspect
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class Norm:
 
 def bare(module, parameters):
     """The forward pass of the module's class with other parameters; the module itself stays as it is, its hooks do not run."""
-    clone = copy.copy(module)
+    clone = object.__new__(type(module))  # copy.copy would ask FSDP, which refuses
     parameters = dict.fromkeys(module._parameters) | parameters  # a bias that is not there stays None
     clone.__dict__ = dict(module.__dict__, training=True, _parameters=parameters, _buffers={
         k: v if v is None else v.detach().clone() for k, v in module._buffers.items()})

@@ -48,10 +48,12 @@ class Site:
 
 @dataclass
 class Pass:
-    """What the newest forward pass of the model brings: B examples, tokens, lengths (B,) or None."""
+    """What the newest forward pass of the model brings: B examples, tokens, lengths (B,) or None; whether its loss is a part of
+    one mean over the whole step."""
     B: int | None = None
     tokens: int = 0
     lengths: torch.Tensor | None = None
+    whole: bool = False
     inside: bool = False
     z: dict = field(default_factory=dict)       # site -> where its calls of this pass meet
     counts: dict = field(default_factory=dict)  # (dtype, device) -> taps.head
@@ -96,14 +98,17 @@ class Watch:
     lengths           what an example weighs in the loss: "auto" counts labels that are not ignored, else the attention mask;
                       "equal"; w.weights(n) says it for one forward pass
     token_mean        "micro": each forward pass's loss is a mean over its own tokens (and averaged over accumulation, ranks).
-                      "step": all tokens of the step weigh alike, as in Hugging Face's Trainer
+                      "step": all tokens of the step weigh alike. "auto": step where the model is given num_items_in_batch, as
+                      Hugging Face's Trainer does
     group             process group that holds the batch
     """
 
     def __init__(self, model, optimizer=None, *, batch_dim=0, skip=(), scaler=None, half_life_tokens=250_000, lengths="auto",
-                 token_mean="micro", group=None, close_steps=True):
-        if lengths not in ("auto", "equal") or token_mean not in ("micro", "step"):
-            raise WatchError(f"lengths={lengths!r}, token_mean={token_mean!r}: expected 'auto' or 'equal', 'micro' or 'step'")
+                 token_mean="auto", group=None, close_steps=True):
+        check_choice("lengths", lengths, ("auto", "equal"))
+        check_choice("token_mean", token_mean, ("auto", "micro", "step"))
+        while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
+            scaler, optimizer = scaler or getattr(optimizer, "scaler", None), optimizer.optimizer
         self.model, self.optimizer, self.scaler, self.group = model, optimizer, scaler, group
         self.batch_dim, self.lengths, self.token_mean, self.half_life_tokens = batch_dim, lengths, token_mean, half_life_tokens
         check_model(model)
@@ -133,7 +138,8 @@ class Watch:
         tokens = 0 if first is None else first.numel() if not first.is_floating_point() else B
         given, self.given = self.given, None
         lengths = given if given is not None or self.lengths == "equal" else lengths_of(model, kwargs, B)
-        self.current = Pass(B, tokens, lengths, inside=True)
+        whole = self.token_mean == "step" or self.token_mean == "auto" and kwargs.get("num_items_in_batch") is not None
+        self.current = Pass(B, tokens, lengths, whole, inside=True)
         for site in self.sites:
             site.hidden_calls = 0
 
@@ -217,7 +223,8 @@ class Watch:
             record += [(metric * squares).sum(), (metric * sums.square()).sum()]
         scale = getattr(self.scaler, "_scale", None)
         scale = 1.0 if scale is None else scale.to(sums.device)  # .get_scale() would wait for the device
-        self.waiting.append(torch.cat([torch.stack(record) / (scale * self.world()) ** 2, counts]))
+        numbers = torch.cat([torch.stack(record) / (scale * self.world()) ** 2, counts])
+        self.waiting.append((numbers, self.current.whole))
         if not self.checked or len(self.waiting) >= FETCH:
             self.fetch()
 
@@ -250,18 +257,17 @@ class Watch:
         """Bring the averages up to date, with one transfer for all steps that wait."""
         if not self.waiting:
             return
-        sizes = [len(r) for r in self.waiting]
-        flat = torch.cat([r.double() for r in self.waiting]).tolist()
-        self.waiting = []
-        for size in sizes:
-            record, flat = flat[:size], flat[size:]
-            self.absorb(record[:-taps.HEAD], *record[-taps.HEAD:])
+        waiting, self.waiting = self.waiting, []
+        flat = iter(torch.cat([numbers.double() for numbers, _ in waiting]).tolist())
+        for numbers, whole in waiting:
+            record = [next(flat) for _ in range(len(numbers))]
+            self.absorb(whole, record[:-taps.HEAD], *record[-taps.HEAD:])
 
-    def absorb(self, record, passes, B, total, squares, own, tokens):
+    def absorb(self, whole, record, passes, B, total, squares, own, tokens):
         if not all(abs(v) < float("inf") for v in record):
             self.skipped += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
             return
-        h = squares / total**2 if self.token_mean == "step" else own / passes**2
+        h = squares / total**2 if whole else own / passes**2
         if B <= 1:
             if not self.checked:
                 raise WatchError("one example in the whole step: its noise cannot be told from its gradient. Take a batch of "
@@ -310,6 +316,11 @@ class Watch:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What can be watched
+
+
+def check_choice(name, value, choices):
+    if value not in choices:
+        raise WatchError(f"{name}={value!r}: expected one of {', '.join(choices)}")
 
 
 def check_model(model):
