@@ -13,17 +13,20 @@ The model's code, its results and its state_dict stay as they are. docs/watch.md
 Letters: B examples, c_b what example b adds to the gradient, q = sum |c_b|^2, big = |sum c_b|^2, h = sum of squared shares.
 """
 
+import warnings
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
 from rightbatch import gns, taps
+from rightbatch.exact import Exact
 from rightbatch.recognise import Norm, WatchError, recognise
 
 EARLY = 0.2     # averages never look back further than about this share of the tokens seen so far
 FETCH = 512     # steps that may wait on the device when nobody asks for a report
 IGNORED = -100  # the label that losses leave out, by torch's convention
+MIXES = "BatchNorm mixes examples: no example has a gradient of its own"
 
 
 def watch(model, optimizer=None, **options):
@@ -91,7 +94,9 @@ class Watch:
     """
     model             finds LayerNorms and RMSNorms by what they do; w.left_out says what it left out, and why
     optimizer         closes steps by itself, and reports in Adam's metric, too
-    batch_dim         the dimension of examples in the norm layers' inputs: 1 for (T, B, C)
+    mode              "norm", or "exact": all layers that can be had, at the price of their gradients once more
+    calibrate_every   with mode="norm": every so many steps is exact, and tells the factor from norm layers to the whole model
+    batch_dim         the dimension of examples in the layers' inputs: 1 for (T, B, C)
     skip              names of modules to leave out; a name stands for all below it
     scaler            torch.amp.GradScaler, whose factor changes between steps
     half_life_tokens  averages forget half in so many tokens, or in a fifth of those seen, if less
@@ -101,32 +106,49 @@ class Watch:
                       "step": all tokens of the step weigh alike. "auto": step where the model is given num_items_in_batch, as
                       Hugging Face's Trainer does
     group             process group that holds the batch
+    close_steps       False: the optimizer is for its metric alone, and w.step() is called by you
     """
 
-    def __init__(self, model, optimizer=None, *, batch_dim=0, skip=(), scaler=None, half_life_tokens=250_000, lengths="auto",
-                 token_mean="auto", group=None, close_steps=True):
-        check_choice("lengths", lengths, ("auto", "equal"))
-        check_choice("token_mean", token_mean, ("auto", "micro", "step"))
+    def __init__(self, model, optimizer=None, *, mode="norm", calibrate_every=0, batch_dim=0, skip=(), scaler=None,
+                 half_life_tokens=250_000, lengths="auto", token_mean="auto", group=None, close_steps=True):
+        for name, value, choices in (("mode", mode, ("norm", "exact")), ("lengths", lengths, ("auto", "equal")),
+                                     ("token_mean", token_mean, ("auto", "micro", "step"))):
+            if value not in choices:
+                raise WatchError(f"{name}={value!r}: expected one of {', '.join(choices)}")
         while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
             scaler, optimizer = scaler or getattr(optimizer, "scaler", None), optimizer.optimizer
         self.model, self.optimizer, self.scaler, self.group = model, optimizer, scaler, group
         self.batch_dim, self.lengths, self.token_mean, self.half_life_tokens = batch_dim, lengths, token_mean, half_life_tokens
-        check_model(model)
-        self.sites, self.left_out = find_sites(model, skip)
-        self.current, self.given, self.waiting, self.checked = Pass(), None, [], False
-        self.scales = {"norm": self.new_scale()}
+        self.calibrate_every = calibrate_every
+        self.current, self.given, self.waiting, self.checked, self.steps = Pass(), None, [], False, 0
         self.last, self.mean_length, self.skipped = None, None, 0
-        for site in self.sites:
-            if not site.parameters[0].is_meta:
-                self.leaf(site, site.parameters[0])
+        self.find(model, mode, [skip] if isinstance(skip, str) else skip)
+        self.scales, self.covered = {}, [0.0, 0.0]
+        self.calibration = gns.Calibration(half_life_tokens, EARLY) if calibrate_every else None
         self.handles = [model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True),
                         model.register_forward_hook(Hook(self.end), always_call=True)]
         self.handles += [s.module.register_forward_hook(Hook(self.tap, s), with_kwargs=True) for s in self.sites]
         if optimizer is not None and close_steps:
             self.handles.append(optimizer.register_step_pre_hook(self.before_optimizer))
 
-    def new_scale(self):
-        return gns.NoiseScale(self.half_life_tokens, EARLY)
+    def find(self, model, mode, skip):
+        check_model(model)
+        self.sites, self.left_out = find_sites(model, skip)
+        if mode == "norm" and not self.sites and "frozen" in self.left_out.values():
+            warnings.warn("the norm layers are frozen, and what their noise scale would be misleads: watching the layers that "
+                          "are trained instead, as with mode='exact'", stacklevel=4)
+            mode = "exact"
+        if mode == "norm" and not self.sites:
+            raise WatchError("nothing to watch: " + (
+                "its BatchNorm mixes examples: no example has a gradient of its own" if MIXES in self.left_out.values() else
+                "it has no norm layer with a weight: mode='exact' watches the other layers"))
+        exact = mode == "exact" or self.calibrate_every
+        self.mode, self.exact = mode, Exact(model, self, lambda name: skips(name, skip)) if exact else None
+        if mode == "exact" and not self.sites and not self.exact.layers:
+            raise WatchError("nothing to watch: no layer that is trained is a norm, linear, embedding or convolution")
+        for site in self.sites:
+            if not site.parameters[0].is_meta:
+                self.leaf(site, site.parameters[0])
 
     # -- in the forward pass
 
@@ -142,6 +164,8 @@ class Watch:
         self.current = Pass(B, tokens, lengths, whole, inside=True)
         for site in self.sites:
             site.hidden_calls = 0
+        if self.exact:
+            self.exact.begin()
 
     def end(self, *_):
         self.current.inside = False
@@ -212,24 +236,29 @@ class Watch:
     @torch.no_grad()
     def step(self):
         """Close a step: after its last backward pass, before the optimizer moves. Nothing waits for the device."""
-        got = [s for s in self.sites if s.leaf is not None and s.leaf.grad is not None]
-        if not got and not self.distributed():
-            raise WatchError("no watched norm layer got a gradient since the last step: was the model compiled before "
-                             "watch(model) (later hooks are ignored: watch first), or is w.step() before loss.backward()?")
-        sums, squares, counts = self.collect()
-        record = [squares.sum(), sums.square().sum()]
-        metric = adam_metric(self.optimizer, self.sites)
-        if metric is not None:
-            record += [(metric * squares).sum(), (metric * sums.square()).sum()]
+        self.check_gradients()
+        numbers, counts = self.norm_numbers() if self.sites else ({}, None)
+        if self.exact and self.exact.on:
+            more, counts = self.exact_numbers(numbers, counts)
+            numbers |= more
         scale = getattr(self.scaler, "_scale", None)
-        scale = 1.0 if scale is None else scale.to(sums.device)  # .get_scale() would wait for the device
-        numbers = torch.cat([torch.stack(record) / (scale * self.world()) ** 2, counts])
-        self.waiting.append((numbers, self.current.whole))
+        scale = 1.0 if scale is None else scale.to(counts.device)  # .get_scale() would wait for the device
+        pairs = torch.stack([number for pair in numbers.values() for number in pair]) / (scale * self.world()) ** 2
+        self.waiting.append((torch.cat([counts, pairs]), list(numbers), self.current.whole))
+        self.steps += 1
+        if self.exact and self.mode == "norm":
+            self.exact.on = self.steps % self.calibrate_every == 0
         if not self.checked or len(self.waiting) >= FETCH:
             self.fetch()
 
-    def collect(self):
-        """sum_b c_b and sum_b c_b^2 of all sites end to end, and the step's counts, over all ranks; leaves are emptied."""
+    def check_gradients(self):
+        watched = self.sites or self.exact.layers
+        if not self.distributed() and not any(s.leaf is not None and s.leaf.grad is not None for s in watched):
+            raise WatchError("no watched layer got a gradient since the last step: was the model compiled before watch(model) "
+                             "(later hooks are ignored: watch first), or is w.step() before loss.backward()?")
+
+    def norm_numbers(self):
+        """({"norm": (q, big)}, counts), and "norm_adam" in Adam's metric; over all ranks. The leaves are emptied."""
         device = next((s.leaf.device for s in self.sites if s.leaf is not None), "cpu")
         parts = []
         for s in self.sites:
@@ -237,19 +266,57 @@ class Watch:
             parts.append((s.size, torch.zeros(2 * s.size + taps.HEAD, device=device) if grad is None else grad))
             if s.leaf is not None:
                 s.leaf.grad = None
-        sums, squares = torch.cat([g[:n] for n, g in parts]), torch.cat([g[n:2 * n] for n, g in parts])
-        counts = torch.stack([g[2 * n:] for n, g in parts]).amax(0)  # a layer may be left out of some passes, never of all
-        if self.distributed():
-            flat = torch.cat([sums, squares, counts])
-            dist.all_reduce(flat, group=self.group)
-            sums, squares, counts = flat.split([len(sums), len(squares), len(counts)])
-        return sums, squares, counts
+        flat = torch.cat([g[:n] for n, g in parts] + [g[n:2 * n] for n, g in parts] + [
+            torch.stack([g[2 * n:] for n, g in parts]).amax(0)])  # a layer may be left out of some passes, never of all
+        self.sum_over_ranks(flat)
+        n = sum(s.size for s in self.sites)
+        sums, squares, counts = flat.split([n, n, taps.HEAD])
+        numbers = {"norm": (squares.sum(), sums.square().sum())}
+        metric = [self.metric_of(p) for s in self.sites for p in s.parameters]
+        if all(p is not None for p in metric):
+            metric = torch.cat([p.reshape(-1) for p in metric])
+            numbers["norm_adam"] = (metric * squares).sum(), (metric * sums.square()).sum()
+        return numbers, counts
+
+    def exact_numbers(self, norm, counts):
+        """The same for all layers; "coverage": |G|^2 of what is measured, and of all that is trained."""
+        numbers, own_counts = self.exact.collect(self.sites)
+        q, big, q_adam, big_adam, rest = numbers
+        parts = torch.stack([q, q_adam, *own_counts])
+        self.sum_over_ranks(parts)
+        q, q_adam, own_counts = parts[0], parts[1], parts[2:]
+        zero = (q.new_zeros(()),) * 2
+        total = [a + b for a, b in zip((q, big), norm.get("norm", zero))]
+        found = {"total": total, "coverage": (total[1], total[1] + rest)}
+        if self.optimizer is not None and ("norm_adam" in norm or not self.sites) and self.metric_of(
+                next(iter(self.exact.parameters))) is not None:
+            found["total_adam"] = [a + b for a, b in zip((q_adam, big_adam), norm.get("norm_adam", zero))]
+        return found, own_counts if counts is None else counts
+
+    def metric_of(self, p):
+        """Adam's p_j = 1 / (sqrt(v_hat_j) + eps), or None: another optimizer, or before its first step. A coordinate that never
+        had a gradient has no metric: 1/eps would drown all others."""
+        state = {} if self.optimizer is None else self.optimizer.state.get(p, {})
+        if "exp_avg_sq" not in state:
+            return None
+        group = next(g for g in self.optimizer.param_groups if any(p is other for other in g["params"]))
+        v = state["exp_avg_sq"]
+        v = v.full_tensor() if is_dtensor(v) else v
+        correction = 1 - group["betas"][1] ** torch.as_tensor(state["step"], device=v.device).clamp_min(1)
+        return (v > 0) / ((v / correction).sqrt() + group["eps"])
 
     def distributed(self):
         return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
 
     def world(self):
         return dist.get_world_size(self.group) if self.distributed() else 1
+
+    def sum_over_ranks(self, tensor):
+        if self.distributed():
+            dist.all_reduce(tensor, group=self.group)
+
+    def hook(self, call, *before):
+        return Hook(call, *before)
 
     # -- on the host, when somebody asks
 
@@ -258,26 +325,37 @@ class Watch:
         if not self.waiting:
             return
         waiting, self.waiting = self.waiting, []
-        flat = iter(torch.cat([numbers.double() for numbers, _ in waiting]).tolist())
-        for numbers, whole in waiting:
-            record = [next(flat) for _ in range(len(numbers))]
-            self.absorb(whole, record[:-taps.HEAD], *record[-taps.HEAD:])
+        flat = iter(torch.cat([numbers.double() for numbers, _, _ in waiting]).tolist())
+        for _, names, whole in waiting:
+            counts = [next(flat) for _ in range(taps.HEAD)]
+            self.absorb({name: (next(flat), next(flat)) for name in names}, whole, *counts)
 
-    def absorb(self, whole, record, passes, B, total, squares, own, tokens):
-        if not all(abs(v) < float("inf") for v in record):
+    def absorb(self, numbers, whole, passes, B, total, squares, own, tokens):
+        if not all(abs(v) < float("inf") for pair in numbers.values() for v in pair):
             self.skipped += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
             return
-        h = squares / total**2 if whole else own / passes**2
         if B <= 1:
             if not self.checked:
                 raise WatchError("one example in the whole step: its noise cannot be told from its gradient. Take a batch of "
                                  "at least two, by micro-batch, accumulation or ranks")
             return
         self.checked = True
-        self.last = Last(round(B), record[0] / h, record[1], 1 / h)
+        h = squares / total**2 if whole else own / passes**2
         self.mean_length = tokens / B if total == B else total / B
-        for name, q, big in zip(("norm", "norm_adam"), record[::2], record[1::2]):
-            self.scales.setdefault(name, self.new_scale()).update(*gns.unequal_pair(q, big, h, B), tokens)
+        coverage = numbers.pop("coverage", None)
+        if coverage:
+            self.covered = [old + new for old, new in zip(self.covered, coverage)]
+        q, big = numbers["total" if self.mode == "exact" else "norm"]
+        self.last = Last(round(B), q / h, big, 1 / h)
+        pairs = {name: gns.unequal_pair(*pair, h, B) for name, pair in numbers.items()}
+        for name, pair in pairs.items():
+            if self.mode == "exact" or name.startswith("norm"):
+                self.scale(name).update(*pair, tokens)
+        if self.calibration:
+            self.calibration.update(self.scales["norm"], tokens, pairs.get("total"), pairs["norm"])
+
+    def scale(self, name):
+        return self.scales.setdefault(name, gns.NoiseScale(self.half_life_tokens, EARLY))
 
     def row(self):
         """The log keys: the noise scale in examples with its 95% interval, |G|^2 and tr(Sigma); None while undetermined."""
@@ -287,40 +365,60 @@ class Watch:
             low, high = scale.interval() or (None, None)
             row |= {f"gns/{name}": scale.gns, f"gns/{name}_low": low, f"gns/{name}_high": high,
                     f"gns/{name}_sq_norm": scale.sq_norm, f"gns/{name}_tr_sigma": scale.tr_sigma}
+        if self.calibration:
+            for name, value in (("calibration", self.calibration.factor()),
+                                ("calibrated", self.calibration.apply(self.scale("norm")))):
+                value, low, high = value or (None, None, None)
+                row |= {f"gns/{name}": value, f"gns/{name}_low": low, f"gns/{name}_high": high}
+        if self.exact:
+            row["gns/coverage_percent"] = self.coverage
         return row
+
+    @property
+    def coverage(self):
+        """Per cent of the squared gradient that exact steps measured, or None before the first."""
+        return 100 * self.covered[0] / self.covered[1] if self.covered[1] else None
 
     def __str__(self):
         self.fetch()
-        plain, *others = [f"{words}{self.say(name)}" for name, words in (("norm", ""), ("norm_adam", "in Adam's metric "))
-                          if name in self.scales]
-        return "; ".join([f"noise scale {plain} sequences", *others])
+        name = "total" if self.mode == "exact" else "norm"
+        words = [f"noise scale {self.say(name)} sequences"]
+        if f"{name}_adam" in self.scales:
+            words.append(f"in Adam's metric {self.say(name + '_adam')}")
+        whole = self.calibration and self.calibration.apply(self.scale("norm"))
+        if whole:
+            words.append("of the whole model {:.3g} [{:.3g}, {:.3g}]".format(*whole))
+        if self.coverage is not None:
+            words.append(f"{self.coverage:.0f}% of the squared gradient measured" + (
+                " in exact steps" if self.mode == "norm" else ""))
+        return "; ".join(words)
 
     def say(self, name):
-        interval = self.scales[name].interval()
-        return f"{self.scales[name].gns:.3g} [{interval[0]:.3g}, {interval[1]:.3g}]" if interval else "undetermined yet"
+        scale = self.scale(name)
+        interval = scale.interval()
+        return f"{scale.gns:.3g} [{interval[0]:.3g}, {interval[1]:.3g}]" if interval else "undetermined yet, in"
 
     def state_dict(self):
         self.fetch()
-        return {"scales": {name: scale.state_dict() for name, scale in self.scales.items()}}
+        return {"scales": {name: scale.state_dict() for name, scale in self.scales.items()}, "covered": list(self.covered),
+                "steps": self.steps, "calibration": self.calibration and self.calibration.state_dict()}
 
     def load_state_dict(self, state):
         for name, scale in state["scales"].items():
-            self.scales.setdefault(name, self.new_scale()).load_state_dict(scale)
+            self.scale(name).load_state_dict(scale)
+        self.steps, self.covered = state["steps"], list(state["covered"])
+        if self.calibration and state["calibration"]:
+            self.calibration.load_state_dict(state["calibration"])
 
     def close(self):
         """Take everything out of the model and the optimizer again."""
-        for handle in self.handles:
+        for handle in self.handles + (self.exact.handles if self.exact else []):
             handle.remove()
         self.handles = []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What can be watched
-
-
-def check_choice(name, value, choices):
-    if value not in choices:
-        raise WatchError(f"{name}={value!r}: expected one of {', '.join(choices)}")
 
 
 def check_model(model):
@@ -334,28 +432,24 @@ def check_model(model):
 
 def find_sites(model, skip):
     """(sites, {name: why not})."""
-    sites, left_out, batch_norm = [], {}, False
+    sites, left_out = [], {}
     for name, module in model.named_modules():
-        if any(name == s or name.startswith(f"{s}.") for s in ([skip] if isinstance(skip, str) else skip)):
-            if next(module.parameters(recurse=False), None) is not None:
-                left_out[name] = "skipped"
-            continue
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and module.affine:
-            left_out[name], batch_norm = "BatchNorm mixes examples: no example has a gradient of its own", True
-            continue
-        norm = recognise(module)
-        if isinstance(norm, str):
-            left_out[name] = norm
-        elif norm and not any(p.requires_grad for p in module.parameters()):
-            left_out[name] = "frozen"
-        elif norm:
-            sites.append(Site(name, module, norm, parameters=[p for p in module._parameters.values() if p is not None]))
-    if not sites:
-        raise WatchError("nothing to watch: " + (
-            "its norm layers are frozen; mode='exact' watches what is trained" if "frozen" in left_out.values() else
-            "its BatchNorm mixes examples: no example has a gradient of its own" if batch_norm else
-            "it has no norm layer with a weight: mode='exact' watches the other layers"))
+        own = [p for p in module._parameters.values() if p is not None]
+        if own and skips(name, skip):
+            left_out[name] = "skipped"
+        elif isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and own:
+            left_out[name] = MIXES
+        elif own:
+            norm = recognise(module)
+            if isinstance(norm, Norm) and any(p.requires_grad for p in own):
+                sites.append(Site(name, module, norm, parameters=own))
+            elif norm:
+                left_out[name] = "frozen" if isinstance(norm, Norm) else norm
     return sites, left_out
+
+
+def skips(name, skip):
+    return any(name == s or name.startswith(f"{s}.") for s in skip)
 
 
 def tensors(values):
@@ -389,25 +483,3 @@ def shift_of(model):
 
 def is_dtensor(t):
     return hasattr(t, "placements")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Adam's metric
-
-
-def adam_metric(optimizer, sites):
-    """p_j = 1 / (sqrt(v_hat_j) + eps) of all sites' parameters end to end, or None before Adam's first step. A coordinate that
-    never had a gradient has no metric: 1/eps would drown all others."""
-    if optimizer is None:
-        return None
-    groups = {p: group for group in optimizer.param_groups for p in group["params"]}
-    pieces = []
-    for p in (p for site in sites for p in site.parameters):
-        state, group = optimizer.state.get(p, {}), groups.get(p, {})
-        if "exp_avg_sq" not in state or "betas" not in group:
-            return None
-        v, beta2 = state["exp_avg_sq"], group["betas"][1]
-        v = v.full_tensor() if is_dtensor(v) else v
-        correction = 1 - beta2 ** torch.as_tensor(state["step"], device=v.device).clamp_min(1)
-        pieces.append(((v > 0) / ((v / correction).sqrt() + group["eps"])).reshape(-1))
-    return torch.cat(pieces)
