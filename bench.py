@@ -47,6 +47,7 @@ from benchmarks.tools import (
     write_json,
 )
 from configurator import Config, die
+from rightbatch.kernels.backends import BACKENDS
 from trainer import distributed, hardware
 
 # ---- kernel: B examples of T rows of C channels; per C a tensor that fits the caches and one that does not
@@ -82,7 +83,7 @@ def norm_variant(norm, inputs, dy, every=1):
 
 def operator_variant(x, w, b, dy, impl):
     """The kernels without autograd, as a copy is without: two operator calls."""
-    forward, backward = ln_kernel.BACKENDS[impl]
+    forward, backward = BACKENDS[impl].forward, BACKENDS[impl].backward
     x, w, b, device = x.detach(), w.detach(), b.detach(), dy.device.type
 
     def run():
@@ -140,7 +141,7 @@ def backward_from_memory(B, T, C, dtype, device="cpu"):
     """The memory floor and what is held against it, with tensors that are in no cache: each call gets the next of so many
     inputs that the caches forget them, and its output is held until these come again. The code stays warm: emptying the
     caches before each call would time the interpreter."""
-    forward, backward = ln_kernel.BACKENDS[ln_kernel.choose_impl(device)[0]]
+    backend = BACKENDS[ln_kernel.choose_impl(device)[0]]
     n = max(2, 4 * CACHES // (2 * B * T * C * BYTES[plain(dtype)]))
 
     def copy():
@@ -149,8 +150,8 @@ def backward_from_memory(B, T, C, dtype, device="cpu"):
 
     def alone():
         _, x, w, b, dy = (t.detach() for t in kernel_inputs(B, T, C, dtype, device))
-        stats = forward(x, w, b, 1e-5, False, dtype)[1]
-        return functools.partial(backward, dy, x, w, stats, None, False, True, True)
+        stats = backend.forward(x, w, b, 1e-5, False, dtype)[1]
+        return functools.partial(backend.backward, dy, x, w, stats, None, False, True, True)
 
     def through_autograd():
         _, x, w, b, dy = kernel_inputs(B, T, C, dtype, device)

@@ -11,11 +11,11 @@ layer needs c_b on the way to weight.grad anyway, so its length costs one pass o
 With `metric` p (2, C) (rms_norm: (1, C)) the probe has twice the rows; the second half gets sum_j p_j c_bj^2.
 `probe=None` runs the same kernels: output and all other gradients are the same bits.
 
-Implementations (`impl`), the same arithmetic each: forward(...) -> y, stats and backward(...) -> dx, dw, db, sq
+Implementations (`impl`), the same arithmetic each (rightbatch/kernels/backends.py):
     ref     plain torch. Any device, float64 too. The oracle that the others are tested against
-    cpu     ln_kernel.cpp and ln_autograd.cpp, compiled at first use into $RIGHTBATCH_CACHE or ~/.cache/rightbatch
-    triton  ln_triton.py, for CUDA. Tested in Triton's interpreter and compiled for sm_80 and sm_90, but never
-            run on a real GPU
+    cpu     rightbatch/kernels/cpp.py: C++, compiled at first use
+    triton  rightbatch/kernels/ln_triton.py, for CUDA. Tested in Triton's interpreter and compiled for sm_80 and sm_90, but
+            never run on a real GPU
     torch   F.layer_norm / F.rms_norm, without probe: what the others are compared with
     auto    choose_impl(device)
 
@@ -25,28 +25,11 @@ its cast. Mean, rstd and norms are float32 throughout, float64 for float64 x.
 B examples, C channels, rows = all dimensions but the last flattened, T = rows / B, c = (B, C) per-example gradients.
 """
 
-import contextlib
 import functools
-import hashlib
-import importlib.util
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
-import types
-import warnings
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-IMPLS = ("auto", "ref", "cpu", "triton", "torch")
-
 
 # ---- public functions
 
@@ -70,20 +53,10 @@ def add_rms_norm(x, branch, weight, probe=None, eps=1e-5, impl="auto", metric=No
     return _add_norm(x, branch, weight, None, probe, metric, eps, True, impl)
 
 
-@functools.cache
-def _choose(kind):
-    if kind == "cpu" and _library() is not None:
-        return "cpu", "compiled C++ kernel; bench.py kernel compares it with torch's own"
-    if kind == "cpu":
-        return "ref", "plain torch: the C++ kernel could not be built"
-    if kind == "cuda" and importlib.util.find_spec("triton"):
-        return "triton", "fused Triton kernel (not yet measured on a GPU)"
-    return "ref", "plain torch: " + ("triton is not installed" if kind == "cuda" else f"no kernel for {kind}")
-
-
 def choose_impl(device):
     """(name, reason) of what impl="auto" uses on this device."""
-    return _choose(torch.device(device).type)
+    from rightbatch.kernels import backends
+    return backends.choose(torch.device(device).type)
 
 
 # ---- one path for all: check, pick, apply
@@ -94,34 +67,34 @@ def _norm(x, weight, bias, probe, metric, eps, rms, impl):
             raise ValueError("impl='torch' has no per-example norms: pass probe=None, or use impl='auto'")
         return F.rms_norm(x, weight.shape, weight, eps) if rms else F.layer_norm(x, weight.shape, weight, bias, eps)
     _check(x, weight, probe, metric, rms)
-    if _library_dtype(x, impl):
-        return _library().norm(x, weight, bias, probe, metric, eps, rms)
-    out_dtype = _output_dtype(x)
-    impl = _resolve(impl, x.device.type, x.dtype, out_dtype)
-    if impl != "ref" and torch.compiler.is_compiling():   # ref is left to the compiler: it can fuse it
-        return norm_forward_op(x, weight, bias, probe, metric, eps, rms, out_dtype, impl)[0]
-    return _apply(x, weight, bias, probe, metric, (eps, rms, out_dtype, impl))
+    kind = "cpu" if x.is_cpu else x.device.type
+    out_dtype = _output_dtype(x, kind)
+    if torch.compiler.is_compiling():
+        name = _resolve_name(impl, kind, x.dtype, out_dtype)
+        if name != "ref":
+            return norm_forward_op(x, weight, bias, probe, metric, eps, rms, out_dtype, name)[0]
+        functions = ref_forward, ref_backward   # the compiler looks into them: it can fuse them
+    else:
+        backend = _resolve(impl, kind, x.dtype, out_dtype)
+        if backend.norm is not None:
+            return backend.norm(x, weight, bias, probe, metric, eps, rms)
+        functions = backend.forward, backend.backward
+    return _apply(x, weight, bias, probe, metric, (eps, rms, out_dtype, *functions))
 
 
 def _add_norm(x, branch, weight, bias, probe, metric, eps, rms, impl):
-    if branch.dtype == _library_dtype(x, impl) and branch.shape == x.shape:
-        _check(x, weight, probe, metric, rms)
-        return _library().add_norm(x, branch, weight, bias, probe, metric, eps, rms)
+    if impl != "torch" and branch.shape == x.shape and not torch.compiler.is_compiling():
+        kind = "cpu" if x.is_cpu else x.device.type
+        out_dtype = _output_dtype(x, kind)
+        backend = _resolve(impl, kind, x.dtype, out_dtype)
+        if backend.add_norm is not None and branch.dtype == out_dtype:
+            _check(x, weight, probe, metric, rms)
+            return backend.add_norm(x, branch, weight, bias, probe, metric, eps, rms)
     x = x + branch
     return x, _norm(x, weight, bias, probe, metric, eps, rms, impl)
 
 
-def _library_dtype(x, impl):
-    """The dtype of y where the cpu operators take this call, or None. In the order of what is cheap to know: every norm
-    layer asks."""
-    if torch.compiler.is_compiling() or impl not in ("auto", "cpu") or not x.is_cpu:
-        return None
-    dtype = _output_dtype(x)
-    return dtype if (x.dtype, dtype) in _CPU_DTYPES and _library() is not None else None
-
-
-def _output_dtype(x):
-    kind = "cpu" if x.is_cpu else x.device.type
+def _output_dtype(x, kind):
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
     return x.dtype
@@ -138,17 +111,15 @@ def _check(x, weight, probe, metric, rms):
         raise ValueError(f"expected probe {(rows, shape[0])} for x {tuple(shape)}, got {tuple(probe.shape)}")
 
 
-@torch.compiler.assume_constant_result   # decided while tracing, never traced: it may run a C++ compiler
+@functools.cache   # every norm layer asks, at each call
 def _resolve(impl, kind, dtype, out_dtype):
-    if impl == "auto":
-        impl = _choose(kind)[0]
-    elif impl not in BACKENDS:
-        raise ValueError(f"unknown impl {impl!r}: expected one of {', '.join(IMPLS)}")
-    if impl == "cpu":
-        if kind != "cpu":
-            raise ValueError(f"impl='cpu' got a tensor on {kind}")
-        return "cpu" if (dtype, out_dtype) in _CPU_DTYPES and _library() is not None else "ref"
-    return "ref" if dtype == torch.float64 else impl
+    from rightbatch.kernels import backends
+    return backends.resolve(impl, kind, dtype, out_dtype)
+
+
+@torch.compiler.assume_constant_result   # decided while tracing, never traced: it may run a C++ compiler
+def _resolve_name(*args):
+    return _resolve(*args).name
 
 
 class _Norm(torch.autograd.Function):
@@ -157,11 +128,10 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, probe, metric, settings):
-        eps, rms, out_dtype, impl = settings   # one argument: each has its price
-        y, stats = BACKENDS[impl][0](x, weight, bias, eps, rms, out_dtype)
+        eps, rms, out_dtype, compute, ctx.differentiate = settings   # one argument: each has its price
+        y, stats = compute(x, weight, bias, eps, rms, out_dtype)
         ctx.save_for_backward(x, weight, stats, metric)
         ctx.args = rms, bias is not None, probe is not None
-        ctx.impl = impl
         return y
 
     @staticmethod
@@ -170,7 +140,7 @@ class _Norm(torch.autograd.Function):
             raise RuntimeError("the norm layers' backward pass cannot be differentiated again: create_graph=True needs "
                                "norm_impl='torch'")
         x, weight, stats, metric = ctx.saved_tensors
-        dx, dw, db, sq = BACKENDS[ctx.impl][1](dy, x, weight, stats, metric, *ctx.args)
+        dx, dw, db, sq = ctx.differentiate(dy, x, weight, stats, metric, *ctx.args)
         return dx, dw, db, sq, None, None
 
 
@@ -217,154 +187,19 @@ def ref_backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
     return (dx * rstd).to(x.dtype), dw, db, torch.stack(sq) if tracked else None
 
 
-# ---- cpu: ln_kernel.cpp, as torch operators by ln_autograd.cpp
-
-_CPU_DTYPES = {(torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16)}   # x, y
-
-
-def cpu_forward(*args):
-    return _library().forward(*args)
-
-
-def cpu_backward(*args):
-    return _library().backward(*args)
-
+# ---- the same as custom ops, opaque to torch.compile: no graph break
 
 @functools.cache
-def _library():
-    """The compiled operators, or None, with one warning, where they cannot be had."""
-    try:
-        path = _build()
-        if hasattr(torch.ops.rightbatch_cpu, "norm") and str(path) not in torch.ops.loaded_libraries:
-            raise RuntimeError("another build of it is loaded in this process")   # torch would end the process
-        torch.ops.load_library(path)
-    except (OSError, RuntimeError) as e:
-        warnings.warn(f"norm layers use plain torch, several times slower: no C++ kernel ({e})", stacklevel=2)
-        return None
-    ops = torch.ops.rightbatch_cpu   # .default: without a search for the overload at each call
-    return types.SimpleNamespace(**{name: getattr(ops, name).default for name in ("norm", "add_norm", "forward", "backward")})
+def _backend(name):
+    from rightbatch.kernels import backends
+    return backends.BACKENDS[name]
 
-
-def _build():
-    """Path of the shared library; compiles it if these sources, compiler, CPU and torch have not met before."""
-    cxx = _find_compiler()
-    if cxx is None:
-        raise RuntimeError("no C++ compiler found: install g++ or clang++, or set CXX")
-    sources = [Path(__file__).parent / "rightbatch" / "kernels" / name for name in ("ln_kernel.cpp", "ln_autograd.cpp")]
-    version = subprocess.run([*cxx, "--version"], capture_output=True, text=True).stdout
-    attempts = _flag_attempts()
-    key = repr(([s.read_text() for s in sources], cxx, version, attempts, _autograd_flags(), _cpu_model(), torch.__version__))
-    cache = Path(os.environ.get("RIGHTBATCH_CACHE") or Path.home() / ".cache" / "rightbatch")
-    path = cache / f"ln_kernel-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return path
-    cache.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(cache / "lock"):
-        if not path.exists():   # nobody built it while this process waited
-            print(f"ln_kernel: compiling the CPU kernel, once (half a minute), into {path}", file=sys.stderr, flush=True)
-            _compile(cxx, *sources, attempts, path)
-    return path
-
-
-def _compile(cxx, kernel_source, autograd_source, attempts, path):
-    # Built aside and moved into place whole: another process sees the complete file or none.
-    with tempfile.TemporaryDirectory(dir=path.parent) as tmp, ThreadPoolExecutor() as pool:
-        kernel, autograd, library = (f"{tmp}/{name}" for name in ("ln_kernel.o", "ln_autograd.o", "ln_kernel.so"))
-        compile_flags, link_flags = _autograd_flags()
-        glue = pool.submit(_run, [*cxx, "-c", str(autograd_source), "-o", autograd, *compile_flags])
-        for flags in attempts:
-            try:
-                _run([*cxx, "-c", str(kernel_source), "-o", kernel, *flags])
-                glue.result()   # no flags of the kernel help if this fails
-                _run([*cxx, kernel, autograd, "-o", library, "-shared", *flags, *link_flags])
-                return os.replace(library, path)
-            except RuntimeError as e:
-                if glue.done() and glue.exception():
-                    raise
-                error = e
-        raise error
-
-
-@contextlib.contextmanager
-def _one_at_a_time(path):
-    """torch's headers take a compiler 1 GB: eight ranks that start together wait for one. Where files cannot be locked, all
-    compile, and the last one's file stays."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-            fcntl.flock(stack.enter_context(open(path, "w")), fcntl.LOCK_EX)
-        yield
-
-
-def _run(command):
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{shlex.join(command)} failed: {done.stderr.strip()[-500:]}")
-
-
-def _find_compiler():
-    if os.environ.get("CXX"):
-        return shlex.split(os.environ["CXX"])
-    return next(([name] for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
-
-
-def _flag_attempts():
-    """Best first. No -ffast-math: NaN and inf must come through. The source is vectorised by hand already, and letting
-    the compiler vectorise the leftover loops as well doubles compile time."""
-    base = ["-std=gnu++17", "-O3", "-fno-tree-vectorize", "-fno-math-errno", "-fPIC"]
-    native = [*base, "-march=native"]
-    # torch brings its own OpenMP runtime. Linked to that very file we share its threads; a second runtime would start
-    # threads of its own, and the two sets would compete for the cores.
-    lib = Path(torch.__file__).parent / "lib"
-    names = ("libgomp*.so*", "libomp.dylib", "../../torch.libs/libgomp*.so*")
-    runtimes = [str(path) for name in names for path in lib.glob(name)]
-    openmp = ["-Xpreprocessor", "-fopenmp"] if sys.platform == "darwin" else ["-fopenmp", "-Wl,--as-needed"]
-    shared = [[*native, *openmp, runtime] for runtime in runtimes[:1]]
-    return [*shared, [*native, "-fopenmp"], native, base]
-
-
-def _autograd_flags():
-    """What ln_autograd.cpp needs of torch, to compile and to link."""
-    include, lib = (Path(torch.__file__).parent / name for name in ("include", "lib"))
-    abi = int(torch.compiled_with_cxx11_abi())
-    return (["-std=gnu++20", "-O2", "-fPIC", f"-I{include}", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"],
-            [f"-L{lib}", "-ltorch_cpu", "-lc10"])
-
-
-def _cpu_model():
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
-    except OSError:
-        return platform.machine() + platform.processor()
-
-
-# ---- triton: ln_triton.py, imported when first used
-
-def triton_forward(*args):
-    from rightbatch.kernels import ln_triton
-    return ln_triton.forward(*args)
-
-
-def triton_backward(*args):
-    from rightbatch.kernels import ln_triton
-    return ln_triton.backward(*args)
-
-
-BACKENDS = {
-    "ref": (ref_forward, ref_backward),
-    "cpu": (cpu_forward, cpu_backward),
-    "triton": (triton_forward, triton_backward),
-}
-
-
-# ---- the same as custom ops, opaque to torch.compile: no graph break
 
 @torch.library.custom_op("rightbatch::norm_forward", mutates_args=())
 def norm_forward_op(x: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor | None,
                     metric: Tensor | None, eps: float, rms: bool, out_dtype: torch.dtype,
                     impl: str) -> tuple[Tensor, Tensor]:
-    return BACKENDS[impl][0](x, weight, bias, eps, rms, out_dtype)
+    return _backend(impl).forward(x, weight, bias, eps, rms, out_dtype)
 
 
 @norm_forward_op.register_fake
@@ -377,7 +212,7 @@ def _(x, weight, bias, probe, metric, eps, rms, out_dtype, impl):
 @torch.library.custom_op("rightbatch::norm_backward", mutates_args=())
 def norm_backward_op(dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor, metric: Tensor | None, rms: bool,
                      has_bias: bool, tracked: bool, impl: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    grads = BACKENDS[impl][1](dy, x, weight, stats, metric, rms, has_bias, tracked)
+    grads = _backend(impl).backward(dy, x, weight, stats, metric, rms, has_bias, tracked)
     return tuple(x.new_empty(0) if g is None else g for g in grads)   # an op cannot return None
 
 

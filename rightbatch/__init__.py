@@ -1,20 +1,44 @@
-"""The gradient noise scale, measured while a model trains: `from rightbatch import watch`."""
+"""What `pip install` brings: the noise scale, the norm layers that measure it, and per-example norms of other layers.
+
+An installed package has gns.py, ln_kernel.py and per_example.py among its files. In a checkout they lie beside it, so they are
+taken from there, under both names: each module, and each custom op in it, exists once, whichever name is imported first.
+"""
 
 import importlib
+import importlib.util
 import sys
+from pathlib import Path
+
+
+def _take_from_checkout(name, path):
+    module = sys.modules.get(name)
+    if module is None or Path(getattr(module, "__file__", None) or "").resolve() != path:
+        spec = importlib.util.spec_from_file_location(name, path)
+        ours = importlib.util.module_from_spec(spec)
+        if module is None:   # else it is somebody else's module of the same name: theirs stays where it is
+            sys.modules[name] = ours
+        try:
+            spec.loader.exec_module(ours)
+        except BaseException:
+            if sys.modules.get(name) is ours:
+                del sys.modules[name]
+            raise
+        module = ours
+    sys.modules[f"{__name__}.{name}"] = module
+
 
 for _name in ("gns", "ln_kernel", "per_example"):
-    try:
-        importlib.import_module(f"rightbatch.{_name}")  # an installed package
-    except ModuleNotFoundError:  # a checkout: the top-level file, under both names, so that it exists once
-        sys.modules[f"rightbatch.{_name}"] = globals()[_name] = importlib.import_module(_name)
+    if not Path(__file__).with_name(f"{_name}.py").exists():
+        _take_from_checkout(_name, Path(__file__).resolve().parent.parent / f"{_name}.py")
+    globals()[_name] = importlib.import_module(f"{__name__}.{_name}")
 
 _PUBLIC = {"watch": "watch", "Watch": "watch", "WatchError": "recognise", "verify": "verify", "WatchCallback": "callbacks"}
 
 
 def __getattr__(name):
+    """What is asked for is imported then."""
     if name not in _PUBLIC:
         raise AttributeError(f"module 'rightbatch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"rightbatch.{_PUBLIC[name]}"), name)
-    globals()[name] = value  # importing rightbatch.watch put the module under the function's name
+    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    globals()[name] = value   # importing rightbatch.watch put the module under the function's name
     return value

@@ -1,8 +1,13 @@
 """ln_kernel against a float64 autograd loop over examples, and against torch's own kernels for accuracy."""
 
+import contextlib
+import dataclasses
+import importlib.util
 import os
+import re
 import subprocess
 import sys
+import types
 import warnings
 import weakref
 from pathlib import Path
@@ -13,6 +18,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ln_kernel
+from rightbatch.kernels import backends, build, cpp
 
 ROOT = Path(__file__).parent.parent
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
@@ -539,11 +545,25 @@ print(ln_kernel.choose_impl("cpu")[0], *(f for f in files if "omp" in f.split("/
 """
 
 
+@contextlib.contextmanager
+def untried_backends(monkeypatch):
+    """As if no norm layer had run yet in this process; afterwards as before."""
+    caches = [cpp._library, backends.choose, ln_kernel._resolve, ln_kernel._backend]
+    [c.cache_clear() for c in caches]
+    fields = [f.name for f in dataclasses.fields(backends.Backend)]
+    monkeypatch.setattr(backends, "BACKENDS", {
+        name: backends.Backend(*(getattr(b, field) for field in fields)) for name, b in backends.BACKENDS.items()})
+    try:
+        yield
+    finally:
+        [c.cache_clear() for c in caches]
+
+
 @pytest.fixture
 def quick_compiler(tmp_path):
     """The real compiler without optimisation."""
     wrapper = tmp_path / "cxx"
-    real = " ".join(ln_kernel._find_compiler())
+    real = " ".join(build.find_compiler())
     wrapper.write_text(f'#!/bin/bash\nexec {real} "${{@/-O[23]/-O0}}"\n')
     wrapper.chmod(0o755)
     return {"CXX": str(wrapper), "RIGHTBATCH_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
@@ -567,7 +587,7 @@ def test_two_processes_with_an_empty_cache_both_succeed(quick_compiler, tmp_path
         assert len(runtimes) == 1, f"we and torch should share one OpenMP runtime: {runtimes}"
         assert "Warning" not in err
     assert sum(err.count("compiling") for _, err in outputs) == 1, "one compiles, the other waits for it"
-    assert sorted(f.suffix for f in (tmp_path / "cache").iterdir()) == ["", ".so"], "the lock, the library, and no rest"
+    assert sorted(f.suffix for f in (tmp_path / "cache").iterdir()) == ["", ".sha256", ".so"], "lock, library, digest, no rest"
 
 
 @pytest.mark.parametrize("broken, outcome", [("-shared.*-fopenmp", "no OpenMP"), ("-c.*ln_autograd", "error at once")])
@@ -579,13 +599,10 @@ echo "$*" >> {tmp_path}/log
 while [ "$1" != -o ]; do shift; done; touch "$2"
 """)
     compiler.chmod(0o755)
-    build = lambda: ln_kernel._compile([str(compiler)], Path("ln_kernel.cpp"), Path("ln_autograd.cpp"),  # noqa: E731
-                                       ln_kernel._flag_attempts(), tmp_path / "done.so")
-    if outcome == "error at once":
-        with pytest.raises(RuntimeError, match="ln_autograd.cpp.* failed"):
-            build()
-    else:
-        build()
+    error_at_once = pytest.raises(RuntimeError, match="ln_autograd.cpp.* failed")
+    with error_at_once if outcome == "error at once" else contextlib.nullcontext():
+        build.compile_library([str(compiler)], [Path("ln_kernel.cpp")], [Path("ln_autograd.cpp")], build.flag_attempts(),
+                              tmp_path / "done.so")
     commands = (tmp_path / "log").read_text().splitlines()
     assert sum("-c ln_autograd.cpp" in c for c in commands) == 1
     assert (tmp_path / "done.so").exists() == (outcome != "error at once")
@@ -598,19 +615,16 @@ while [ "$1" != -o ]; do shift; done; touch "$2"
 
 @pytest.mark.parametrize("compiler", [None, ["false"]], ids=["none there", "broken"])
 def test_without_a_working_compiler_it_warns_once_and_uses_plain_torch(compiler, tmp_path, monkeypatch):
-    monkeypatch.setattr(ln_kernel, "_find_compiler", lambda: compiler)
+    monkeypatch.setattr(build, "find_compiler", lambda: compiler)
     monkeypatch.setenv("RIGHTBATCH_CACHE", str(tmp_path))
-    caches = [ln_kernel._library, ln_kernel._choose]
-    try:
-        [c.cache_clear() for c in caches]
+    with untried_backends(monkeypatch):
         case = Case((2, 3, 40))
         with pytest.warns(UserWarning, match="no C\\+\\+ kernel") as caught:
             results = [case.ours(impl) for impl in ("auto", "cpu", "auto")]
         assert len(caught) == 1 and ln_kernel.choose_impl("cpu")[0] == "ref"
+        assert "C++" in ln_kernel.choose_impl("cpu")[1]
         for r in results:
             assert all(torch.equal(a, b) for a, b in zip(r, case.ours("ref"), strict=True))
-    finally:
-        [c.cache_clear() for c in caches]
 
 
 # ---- Triton: in its interpreter, which must be chosen before triton is imported, so in a process of its own
@@ -665,6 +679,85 @@ def test_triton_backward_compiles_without_spills_and_moves_every_byte_once(C, ar
     report = bench.inspect_triton("backward", "bf16", arch, C)
     assert report["spill_bytes"] == 0
     assert report["bytes_per_channel_and_row"] == 6      # read x, read dy, write dx
+
+
+@pytest.mark.parametrize("broken", ["no compiler", "not installed"])
+def test_auto_on_cuda_is_plain_torch_where_triton_cannot_launch_and_says_what_to_install(broken, monkeypatch):
+    if broken == "not installed":
+        find_spec = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name))
+        expected = "triton is not installed"
+    else:
+        pytest.importorskip("triton", reason="triton is not installed (Linux only)")
+        from rightbatch.kernels import ln_triton
+        launches = []
+
+        def ones(*shape, **on):
+            assert on == {"device": "cuda"}
+            return torch.full(shape, 1.0)
+
+        def fail(*args):
+            launches.append(args)
+            raise OSError("Failed to find C compiler.\nPlease specify via CC")
+        monkeypatch.setattr(ln_triton, "torch", types.SimpleNamespace(ones=ones))
+        monkeypatch.setattr(ln_triton, "forward", fail)
+        expected = r"C compiler \(gcc\), Python's headers.*Failed to find C compiler. Please"
+    with untried_backends(monkeypatch):
+        with pytest.warns(UserWarning, match=expected) as caught:
+            name, reason = ln_kernel.choose_impl("cuda:1")
+            assert (name, reason) == ln_kernel.choose_impl("cuda") and name == "ref" and re.search(expected, reason)
+            resolved = backends.resolve("auto", "cuda", torch.float32, torch.bfloat16)
+        assert resolved is backends.BACKENDS["ref"] and resolved.norm is None
+        assert len(caught) == 1 and "\n" not in str(caught[0].message)
+        assert broken == "not installed" or len(launches) == 1, "tried once"
+        if broken == "no compiler":
+            assert backends.resolve("triton", "cuda", torch.float32, torch.float32).name == "triton", "by name: its own error"
+
+
+def test_auto_on_cuda_is_triton_where_a_launch_works(monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed (Linux only)")
+    from rightbatch.kernels import ln_triton
+    monkeypatch.setattr(ln_triton, "try_launch", lambda: None)
+    with untried_backends(monkeypatch):
+        assert ln_kernel.choose_impl("cuda")[0] == "triton"
+        assert backends.resolve("auto", "cuda", torch.float16, torch.float16).name == "triton"
+        assert backends.resolve("auto", "cuda", torch.float64, torch.float64).name == "ref"
+
+
+@interpreted
+def test_interpreted_triton_tries_a_launch_with_its_real_kernel(monkeypatch):
+    from rightbatch.kernels import ln_triton
+    ones = torch.ones
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ln_triton.try_launch()
+
+
+def test_a_backend_is_tried_with_real_tensors_while_torch_compile_traces(monkeypatch):
+    tried = []
+    ref = backends.BACKENDS["ref"]
+    functions = types.SimpleNamespace(forward=ref.forward, backward=ref.backward,
+                                      try_launch=lambda: tried.append(torch.ones(3).data_ptr()))
+    with untried_backends(monkeypatch):
+        monkeypatch.setitem(backends.BACKENDS, "cpu", backends.Backend("cpu", ("cpu",), frozenset(), lambda: functions, ""))
+        f = torch.compile(lambda x, w: ln_kernel.layer_norm(x, w), fullgraph=True, backend="aot_eager")
+        case = Case((2, 3, 16))
+        assert torch.equal(f(case.x, case.w), ln_kernel.layer_norm(case.x, case.w, impl="ref"))
+        assert len(tried) == 1 and tried[0] != 0
+    torch.compiler.reset()
+
+
+def test_a_backend_is_refused_tensors_of_a_device_that_is_not_its_own():
+    with pytest.raises(ValueError, match="impl='cpu' needs a CPU tensor, got one on cuda"):
+        backends.resolve("cpu", "cuda", torch.float32, torch.float32)
+
+
+def test_the_triton_kernels_are_not_imported_on_a_cpu():
+    script = ("import sys, torch, ln_kernel; ln_kernel.layer_norm(torch.randn(2, 3, 8), torch.ones(8)); "
+              "print('rightbatch.kernels.ln_triton' in sys.modules)")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    run = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert run.stdout.strip() == "False", run.stderr
 
 
 def test_triton_on_a_cpu_tensor_says_what_it_needs():

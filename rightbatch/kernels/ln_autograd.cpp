@@ -1,5 +1,5 @@
 // ln_kernel.cpp as torch operators, with their autograd in C++: through Python a norm layer spends as long on the way into
-// the kernel as in it. ln_kernel.py compiles both files into one library and says what the arguments mean.
+// the kernel as in it. build.py compiles both files into one library; ln_kernel.py says what the arguments mean.
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/FuncTorchTLS.h>

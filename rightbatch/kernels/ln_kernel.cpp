@@ -1,7 +1,7 @@
 // LayerNorm and RMSNorm for CPUs: the backward pass also returns each example's squared gradient norm.
 //
 // x is (B, T, C), contiguous; one example is T rows of C channels. ln_autograd.cpp calls the two entry points at the bottom,
-// ln_kernel.py compiles both files. C++17 with the vector extensions of GCC and Clang, intrinsics only for what those lack,
+// build.py compiles both files. C++17 with the vector extensions of GCC and Clang, intrinsics only for what those lack,
 // and no torch headers.
 //
 // Forward:  y = (x - mean) * rstd * w + b, mean and rstd kept in float32. RMSNorm: mean = 0, b = 0. Where a branch ends in

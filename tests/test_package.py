@@ -1,0 +1,149 @@
+"""What `pip install` brings, and that what the requirement files ask for can be had together."""
+
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# The triton that torch's CUDA build requires, by torch's version. Plain `pip install torch` brings that build on Linux, and
+# with another triton pinned nothing can be installed. A CPU build does not ask for triton, so it would not notice.
+TRITON_OF_TORCH = {"2.13.0": "3.7.1"}
+
+# A norm layer with a probe, forward and backward, after importing the modules in this order.
+USE = """
+import importlib, sys
+sys.path.insert(0, {folder!r})
+for name in {order!r}:
+    importlib.import_module(name)
+import rightbatch, torch
+from rightbatch import gns, ln_kernel, per_example
+from rightbatch.kernels import backends
+for name in ("gns", "ln_kernel", "per_example"):
+    module = sys.modules["rightbatch." + name]
+    assert getattr(rightbatch, name) is module
+    copies = {{id(m) for m in list(sys.modules.values()) if getattr(m, "__file__", None) == module.__file__}}
+    assert len(copies) == 1, (name, copies)
+    print(module.__file__)
+assert backends.ln_kernel is ln_kernel and backends.BACKENDS["ref"].forward is ln_kernel.ref_forward
+probe, w = torch.zeros(2, 3, requires_grad=True), torch.ones(8, requires_grad=True)
+ln_kernel.layer_norm(torch.randn(3, 4, 8), w, torch.zeros(8), probe).sum().backward()
+assert probe.grad[1].tolist() == 3 * [8 * 16.0], probe.grad
+assert gns.unbiased_pair(3.0, 2.0, 1, 2) == (1.0, 2.0)
+print(ln_kernel.choose_impl("cpu")[0])
+"""
+
+
+def use(folder, order, cwd, script=USE):
+    """In a process that sees torch, numpy and this folder; not the directory it starts in, nor PYTHONPATH."""
+    run = subprocess.run([sys.executable, "-I", "-c", script.format(folder=str(folder), order=order)], cwd=cwd,
+                         capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr
+    return run.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    pytest.importorskip("hatchling", reason="hatchling, which builds the wheel, is not installed")
+    folder = tmp_path_factory.mktemp("wheel")
+    run = subprocess.run([sys.executable, "-m", "pip", "wheel", str(ROOT), "--no-deps", "--no-build-isolation", "--wheel-dir",
+                          str(folder)], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    return zipfile.ZipFile(next(folder.glob("*.whl")))
+
+
+def test_the_wheel_has_the_library_and_nothing_else(wheel):
+    names = wheel.namelist()
+    assert {name.split("/")[0] for name in names} == {"rightbatch", "rightbatch-0.1.0.dist-info"}
+    in_library = {name.removeprefix("rightbatch/") for name in names if name.startswith("rightbatch/")}
+    assert in_library > {"__init__.py", "gns.py", "ln_kernel.py", "per_example.py"}
+    in_checkout = {str(path.relative_to(ROOT / "rightbatch")) for path in (ROOT / "rightbatch").rglob("*")
+                   if path.suffix in (".py", ".cpp", ".h")}
+    assert in_library == in_checkout | {"gns.py", "ln_kernel.py", "per_example.py"}
+    from rightbatch.kernels import build
+    assert {f"kernels/{name}" for name in build.KERNELS + build.GLUE} <= in_library
+    assert not {Path(name).name for name in names} & {"log.py", "model.py", "data.py"}
+
+
+def test_the_wheel_needs_torch_and_numpy_and_the_rest_to_train(wheel):
+    metadata = wheel.read("rightbatch-0.1.0.dist-info/METADATA").decode()
+    needs = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*(;.*)?$", metadata, re.MULTILINE)
+    assert {name for name, extra in needs if not extra} == {"torch", "numpy"}
+    everything = {re.match(r"[\w-]+", line)[0] for line in (ROOT / "requirements.txt").read_text().splitlines()}
+    assert {name for name, extra in needs if "'train'" in extra} == everything - {"torch", "numpy"}
+
+
+@pytest.mark.parametrize("order", [["rightbatch"], ["rightbatch.kernels.backends"]], ids=str)
+def test_the_unpacked_wheel_works_on_its_own(wheel, order, tmp_path):
+    wheel.extractall(tmp_path / "installed")
+    *files, impl = use(tmp_path / "installed", order, tmp_path)
+    assert files == [str(tmp_path / "installed" / "rightbatch" / f"{name}.py") for name in ("gns", "ln_kernel", "per_example")]
+    assert impl in ("cpu", "ref")
+
+
+ONCE = """
+import ln_kernel as top_level
+assert top_level is ln_kernel and sys.modules["gns"] is gns
+"""
+
+
+@pytest.mark.parametrize("order", [["rightbatch"], ["ln_kernel"], ["per_example", "rightbatch.ln_kernel", "gns"]], ids=str)
+def test_in_a_checkout_each_module_exists_once_whichever_name_comes_first(order, tmp_path):
+    *files, impl = use(ROOT, order, tmp_path, USE + ONCE)
+    assert files == [str(ROOT / f"{name}.py") for name in ("gns", "ln_kernel", "per_example")]
+    assert impl in ("cpu", "ref")
+
+
+@pytest.mark.parametrize("imported", [False, True])
+def test_a_checkout_takes_its_own_files_and_not_a_module_of_the_same_name(imported, tmp_path):
+    (tmp_path / "gns.py").write_text("mine = True\n")
+    theirs = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n" + ("import gns\n" if imported else "")
+    script = theirs + USE + ("assert sys.modules['gns'].mine\n" if imported else "")
+    # ours is on the path behind theirs
+    files = use(ROOT, ["rightbatch"], tmp_path, script.replace("sys.path.insert(0, {folder!r})", "sys.path.append({folder!r})"))
+    assert files[0] == str(ROOT / "gns.py")
+
+
+# ---- requirement files
+
+def pins():
+    lines = (ROOT / "requirements.txt").read_text().splitlines() + (ROOT / "requirements-test.txt").read_text().splitlines()
+    return dict(re.match(r"([\w-]+)==([\w.]+)", line).groups() for line in lines if not line.startswith("-r"))
+
+
+def test_triton_is_pinned_to_the_release_that_torch_requires():
+    torch_version, triton = pins()["torch"], pins()["triton"]
+    assert torch_version in TRITON_OF_TORCH, "look up the triton that torch's CUDA build requires, and pin that"
+    assert triton == TRITON_OF_TORCH[torch_version]
+    asked = [r for r in importlib.metadata.requires("torch") if r.startswith("triton")]   # none in a CPU build
+    assert all(f"=={triton}" in r for r in asked), asked
+
+
+@pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="for a stock Linux machine")
+def test_both_requirement_files_resolve_against_the_plain_index(tmp_path):
+    """requirements-test.txt includes requirements.txt. Without wheels or indexes of this machine; downloads metadata only."""
+    own = ("PIP_FIND_LINKS", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_NO_INDEX", "PIP_CONSTRAINT")
+    env = {k: v for k, v in os.environ.items() if k not in own} | {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1",
+                                                                   "PIP_DEFAULT_TIMEOUT": "20"}
+
+    def pip(path, *args):
+        return subprocess.run([sys.executable, *path, *args], env=env, cwd=tmp_path, capture_output=True, text=True,
+                              timeout=600)
+    # older ones download whole wheels to resolve, gigabytes of them
+    got = pip(["-m", "pip"], "download", "--quiet", "--no-deps", "--dest", str(tmp_path), "pip>=25")
+    if got.returncode:
+        pytest.skip("the package index cannot be reached")
+    newer, = tmp_path.glob("pip-*.whl")
+    run = pip([f"{newer}/pip"], "install", "--quiet", "--dry-run", "--ignore-installed", "--only-binary=:all:", "-r",
+              str(ROOT / "requirements-test.txt"))
+    impossible = re.search("ResolutionImpossible|No matching distribution|conflicting dependencies", run.stderr)
+    if run.returncode and not impossible:
+        pytest.skip(f"the package index went away: {run.stderr.strip()[-200:]}")
+    assert run.returncode == 0, run.stderr
