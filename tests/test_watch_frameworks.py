@@ -30,7 +30,8 @@ def collate(rows):
     width = max(len(r["input_ids"]) for r in rows)
     idx = torch.tensor([r["input_ids"] + [0] * (width - len(r["input_ids"])) for r in rows])
     real = torch.arange(width) < torch.tensor([len(r["input_ids"]) for r in rows])[:, None]
-    return dict(input_ids=idx, attention_mask=real.long(), labels=idx.masked_fill(~real, -100))
+    mask, real[:, 0] = real.clone(), False  # nothing predicts the first token, but Trainer would count it in its mean for GPT-2
+    return dict(input_ids=idx, attention_mask=mask.long(), labels=idx.masked_fill(~real, -100))
 
 
 def truth_of_ragged(model, rows):
@@ -180,3 +181,48 @@ def test_huggingface_trainer_agrees_on_two_ranks_with_ragged_lengths(ranks):
     q, big, h = ranks["hf_truth"]
     assert ranks["hf"]["examples"] == 8 and ranks["hf"]["effective"] == pytest.approx(1 / h, rel=1e-5)
     assert ranks["hf"]["small"] / ranks["hf"]["big"] == pytest.approx(q / h / big, rel=1e-4)
+
+
+# -- the same model, data and order in train.py
+
+
+def as_huggingface(state, n_positions):
+    """train.py's weights in transformers' GPT-2: linears turned, one more position for the token that is only predicted."""
+    import transformers
+    V, C = state["wte.weight"].shape
+    layers = 1 + max(int(name.split(".")[1]) for name in state if name.startswith("h."))
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=V, n_positions=n_positions + 1, n_embd=C, n_layer=layers, n_head=2, activation_function="gelu",
+        attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, bos_token_id=1, eos_token_id=2))
+    state = {name: torch.cat([v, v[:1]]) if name == "wpe.weight" else
+             v.t() if name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")) else v for name, v in state.items()}
+    model.transformer.load_state_dict({name: v for name, v in state.items() if name != "lm_head.weight"})
+    return model
+
+
+@needs("transformers", "accelerate")
+def test_gpt2_in_trainer_has_the_noise_scale_that_train_py_logs(tmp_path, tiny_args, tiny_data):
+    import train
+    from rightbatch import WatchCallback
+    from trainer import checkpoint, log
+    from trainer.batches import Dataset
+    args = tiny_args(out_dir=tmp_path / "run", micro_batch_size=32, batch_size=64, batch_size_start=64, learning_rate=1e-12,
+                     min_lr=1e-12, max_tokens=16 * 64 * 8, warmup_tokens=0, gns_half_life_tokens=1600, seed=3)
+    assert train.main(args) == 0
+    model = as_huggingface(checkpoint.load(str(tmp_path / "run"))["model"], 16)
+    inputs, targets = Dataset(tiny_data, 16).train_batch(3, 0, 64 * 8, "cpu")
+    rows = [{"input_ids": [*i.tolist(), int(t[-1])]} for i, t in zip(inputs, targets)]
+    callback = WatchCallback(half_life_tokens=1600 * 17 / 16)
+    trainer = trainer_of(tmp_path / "hf", model, rows, callback, max_steps=8, max_grad_norm=1.0, per_device_train_batch_size=32,
+                         adam_beta2=0.95)
+    trainer.train()
+    ours = [row for row in log.read(tmp_path / "run") if "train/loss" in row]
+    theirs = [row for row in trainer.state.log_history if "loss" in row]
+    assert len(ours) == len(theirs) == 8
+    compared = set()
+    for a, b in zip(ours, theirs):
+        assert a["train/loss"] == pytest.approx(b["loss"], rel=1e-4)
+        for key in [k for k in b if k.startswith("gns/")]:
+            assert a[key] == pytest.approx(b[key], rel=2e-3), key
+            compared.add(key)
+    assert {"gns/norm", "gns/norm_low", "gns/norm_high", "gns/norm_tr_sigma", "gns/norm_adam_tr_sigma"} <= compared
