@@ -32,13 +32,14 @@ for _name in ("gns", "ln_kernel", "per_example"):
         _take_from_checkout(_name, Path(__file__).resolve().parent.parent / f"{_name}.py")
     globals()[_name] = importlib.import_module(f"{__name__}.{_name}")
 
-_PUBLIC = {"watch": "watch", "Watch": "watch", "WatchError": "recognise", "verify": "verify", "WatchCallback": "callbacks"}
+# Last, and not when first asked for: importing the modules watch and verify puts them under these names, then the functions.
+from rightbatch.recognise import WatchError  # noqa: E402, F401
+from rightbatch.verify import verify  # noqa: E402, F401
+from rightbatch.watch import Watch, watch  # noqa: E402, F401
 
 
 def __getattr__(name):
-    """What is asked for is imported then."""
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'rightbatch' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-    globals()[name] = value   # importing rightbatch.watch put the module under the function's name
-    return value
+    if name != "WatchCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rightbatch.callbacks import WatchCallback
+    return WatchCallback
