@@ -136,3 +136,19 @@ def test_at_least_229_norm_classes_of_transformers_are_recognised():
                 missed[match.group(1)] = tried[body]
     assert len(found) >= 229, missed
     assert all("Norm" in name for name in missed) and len(missed) <= 21, missed
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma3", "albert"])
+def test_fused_norm_layers_compute_the_same_and_agree_with_the_loop(name):
+    model, batch = ZOO[name]()
+    before, truth = run(model, batch), loop(model, batch)
+    w = watch(model, fused=True, lengths="equal")
+    assert len(w.fused) == len(w.sites)
+    after = run(model, batch)
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(before, after))
+    assert max(site_errors(model, w, truth).values()) < 1e-5
+    ema = copy.deepcopy(model)
+    assert ema.get_submodule(w.sites[0].name).forward.module is ema.get_submodule(w.sites[0].name)
+    w.close()
+    assert all(torch.equal(a, b) for a, b in zip(before, run(model, batch)))
