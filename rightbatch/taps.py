@@ -44,20 +44,20 @@ class Gather(torch.autograd.Function):
 
 class Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, x, z, norm, batch_dim):
+    def forward(ctx, y, x, z, norm, batch_dim, segments):
         ctx.save_for_backward(x)  # a closure would keep it alive under checkpointing
-        ctx.norm, ctx.batch_dim = norm, batch_dim
+        ctx.norm, ctx.batch_dim, ctx.segments = norm, batch_dim, segments
         # Neither a view nor a copy: what comes after may write into y, as it may into the norm's own output.
         return y.view_as(y) if torch.compiler.is_compiling() else y.data
 
     @staticmethod
     def backward(ctx, dy):
-        c = norm_rows(ctx.norm, dy, *ctx.saved_tensors, ctx.batch_dim) if ctx.needs_input_grad[2] else None
-        return dy, None, c, None, None
+        c = norm_rows(ctx.norm, dy, *ctx.saved_tensors, ctx.batch_dim, ctx.segments) if ctx.needs_input_grad[2] else None
+        return dy, None, c, None, None, None
 
 
-def norm_rows(norm, dy, x, batch_dim):
-    """(B, n): every example's gradient of weight(, bias)."""
+def norm_rows(norm, dy, x, batch_dim, segments):
+    """(B, n): every example's gradient of weight(, bias). segments: (document of each position (B, T), how many), or None."""
     acc = torch.promote_types(x.dtype, torch.float32)
     x, dy = x.detach().to(acc), dy.detach().to(acc)
     C = norm.shape
@@ -66,14 +66,18 @@ def norm_rows(norm, dy, x, batch_dim):
     else:
         xhat = torch.nn.functional.layer_norm(x, C, eps=norm.eps) if norm.centred else \
             torch.nn.functional.rms_norm(x, C, eps=norm.eps)
-    rows = [sum_positions(dy * xhat, norm, batch_dim)]
+    rows = [sum_positions(dy * xhat, norm, batch_dim, segments)]
     if norm.bias:
-        rows.append(sum_positions(dy, norm, batch_dim))
+        rows.append(sum_positions(dy, norm, batch_dim, segments))
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
 
 
-def sum_positions(v, norm, batch_dim):
+def sum_positions(v, norm, batch_dim, segments):
     if norm.channels > 0:  # (B, C, ...)
         return v.flatten(2).sum(2)
-    v = v.movedim(batch_dim, 0)
-    return v.reshape(v.shape[0], -1, norm.shape.numel()).sum(1)
+    v, C = v.movedim(batch_dim, 0), norm.shape.numel()
+    if segments is None:
+        return v.reshape(v.shape[0], -1, C).sum(1)
+    document, n = segments
+    positions = v.reshape(document.numel(), -1, C).sum(1)
+    return v.new_zeros(n + 1, C).index_add_(0, document.reshape(-1) % (n + 1), positions)[:n]  # -1, padding, is the last

@@ -58,6 +58,7 @@ class Pass:
     tokens: int = 0
     lengths: torch.Tensor | None = None
     whole: bool = False
+    segments: tuple | None = None  # (document of each position (B, T), number of documents): these are the examples
     inside: bool = False
     z: dict = field(default_factory=dict)       # site -> where its calls of this pass meet
     counts: dict = field(default_factory=dict)  # (dtype, device) -> taps.head
@@ -122,7 +123,8 @@ class Watch:
         self.model, self.optimizer, self.scaler, self.group = model, optimizer, scaler, group
         self.batch_dim, self.lengths, self.token_mean, self.half_life_tokens = batch_dim, lengths, token_mean, half_life_tokens
         self.calibrate_every = calibrate_every
-        self.current, self.given, self.waiting, self.checked, self.steps = Pass(), None, [], False, 0
+        self.current, self.given, self.documents = Pass(), None, None
+        self.waiting, self.checked, self.steps = [], False, 0
         self.last, self.mean_length, self.skipped = None, None, 0
         self.find(model, mode, [skip] if isinstance(skip, str) else skip)
         self.fused = fuse(self.sites) if fused else {}
@@ -161,10 +163,12 @@ class Watch:
         first = next((t for t in tensors((args, kwargs)) if t.dim() >= 2), None)
         B = None if first is None else first.shape[min(self.batch_dim, 1)]
         tokens = 0 if first is None else first.numel() if not first.is_floating_point() else B
-        given, self.given = self.given, None
-        lengths = given if given is not None or self.lengths == "equal" else lengths_of(model, kwargs, B)
+        given, segments, self.given, self.documents = self.given, self.documents, None, None
+        lengths = given
+        if given is None and self.lengths == "auto":
+            lengths = lengths_of(model, kwargs, B, segments)
         whole = self.token_mean == "step" or self.token_mean == "auto" and kwargs.get("num_items_in_batch") is not None
-        self.current = Pass(B, tokens, lengths, whole, inside=True)
+        self.current = Pass(B, tokens, lengths, whole, segments, inside=True)
         for site in self.sites:
             site.hidden_calls = 0
         if self.exact:
@@ -184,12 +188,13 @@ class Watch:
             return None
         x = args[0] if args else next(iter(kwargs.values()))
         B = self.check_call(site, x, y)
+        B = now.segments[1] if now.segments else B
         z = now.z.get(site.name)
         if z is None:
             z = taps.Gather.apply(self.leaf(site, x), self.counts(x, B), B)
             if now.inside:
                 now.z[site.name] = z
-        return taps.Tap.apply(y, x, z, site.norm, self.batch_dim)
+        return taps.Tap.apply(y, x, z, site.norm, self.batch_dim, now.segments)
 
     def check_call(self, site, x, y):
         if is_dtensor(x) or is_dtensor(y):
@@ -203,6 +208,10 @@ class Watch:
         if expected is not None and B != expected:
             raise WatchError(f"{site.name} sees {B} examples in its input {tuple(x.shape)}, the model sees {expected}: pass "
                              f"batch_dim={1 - dim} if the batch is there, or skip=({site.name!r},) if it is folded away")
+        documents = self.current.segments and self.current.segments[0].shape
+        if documents and (site.norm.channels > 0 or x.movedim(dim, 0).shape[:2] != documents):
+            raise WatchError(f"{site.name}: its input {tuple(x.shape)} does not begin with {tuple(documents)}, the positions "
+                             f"of w.segments. skip=({site.name!r},) leaves it out")
         return B
 
     def leaf(self, site, x):
@@ -221,6 +230,14 @@ class Watch:
     def weights(self, n):
         """What each example of the next forward pass weighs in its loss, (B,): number of its tokens, or any other measure."""
         self.given = torch.as_tensor(n)
+
+    def segments(self, ids):
+        """Documents packed into the rows of the next forward pass, which are the examples then: the number of each position's
+        document, (B, T), from 0 on and different in every row; -1 is padding. Attention must not cross documents."""
+        if self.exact:
+            raise WatchError("w.segments works with mode='norm' and without calibration")
+        ids = torch.as_tensor(ids)
+        self.documents = ids, int(ids.max()) + 1
 
     # -- after the backward passes of a step
 
@@ -468,14 +485,23 @@ def tensors(values):
             yield from tensors(v)
 
 
-def lengths_of(model, kwargs, B):
+def lengths_of(model, kwargs, B, segments):
     """(B,) tokens of each example that count in the loss, or None where there is nothing to tell them from."""
     labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
+    shift, counts = 0, None
     if isinstance(labels, torch.Tensor):
         if labels.dim() != 2 or labels.is_floating_point() or labels.shape[0] != B:
             return None
-        return (labels[:, shift_of(model):] != IGNORED).sum(1)
-    return mask.sum(1) if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] == B else None
+        shift = shift_of(model)
+        counts = labels[:, shift:] != IGNORED  # what position t predicts
+    elif isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] == B:
+        counts = mask
+    if segments is None:
+        return None if counts is None else counts.sum(1)
+    document, n = segments
+    document = document[:, :document.shape[1] - shift]
+    counts = torch.ones_like(document) if counts is None else counts.long()
+    return counts.new_zeros(n + 1).index_add_(0, document.reshape(-1) % (n + 1), counts.reshape(-1))[:n]
 
 
 def shift_of(model):

@@ -238,6 +238,21 @@ def test_gated_norms_are_left_out_by_name():
     assert watch(model).left_out == {"gate": "takes a second input (gate)"}
 
 
+def test_inputs_that_are_spread_over_ranks_are_refused():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = distribute_module(nn.LayerNorm(16), mesh)
+        watch(model)
+        with pytest.raises(WatchError, match="an example is spread over ranks"):
+            model(distribute_tensor(torch.randn(2, 4, 16), mesh, [Shard(1)]))
+    finally:
+        dist.destroy_process_group()
+
+
 # -- traps
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rightbatch import gns, watch
+from rightbatch import WatchError, gns, watch
 from tests.watching import TINY, B, Plain, T, hf, ids, loop, pair_of, plain
 
 needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
@@ -51,6 +51,21 @@ def test_shares_come_from_the_labels_that_count(kind):
     w.step()
     check(w, *pair_of(truth, norm_names(model, w)), shares)
     assert w.mean_length == pytest.approx(float(n.mean()))
+
+
+@needs_transformers
+def test_a_compiled_model_with_ragged_lengths_and_checkpointing_agrees():
+    model, batch = hf("LlamaForCausalLM", "LlamaConfig", **TINY), ragged()
+    n = (LENGTHS - 1).double()
+    truth = loop(model, batch, shares=n / n.sum())
+    w = watch(model)
+    model.train()  # Hugging Face checkpoints in training alone
+    model.gradient_checkpointing_enable()
+    compiled = torch.compile(model, backend="aot_eager")
+    for _ in range(2):
+        compiled(**batch).loss.backward()
+        w.step()
+    check(w, *pair_of(truth, norm_names(model, w)), n / n.sum())
 
 
 @needs_transformers
@@ -109,6 +124,47 @@ def test_weights_are_said_for_a_forward_pass_and_micro_batches_follow_the_loss(t
         (share * masked_loss(model(idx[c]), idx[c], LENGTHS[c])).backward()
     w.step()
     check(w, *pair_of(truth, ["first.weight", "first.bias", "second.weight"]), shares)
+
+
+def test_documents_packed_into_rows_are_the_examples():
+    torch.manual_seed(0)
+    model, idx = Weighted(), ids(batch=2)
+    documents = torch.tensor([[0] * 5 + [1] * 7, [2] * 3 + [3] * 6 + [-1] * 3])
+    n = torch.tensor([5.0, 7.0, 3.0, 6.0], dtype=torch.float64)
+    rows = {}
+    for d in range(4):
+        alone = idx[documents == d][None]
+        model.double().zero_grad()
+        (n[d] / n.sum() * nn.functional.cross_entropy(model(alone)[0], alone[0])).backward()
+        for name, p in model.named_parameters():
+            rows.setdefault(name, []).append(p.grad.clone())
+    truth = {name: torch.stack(r) for name, r in rows.items()}
+    model.float().zero_grad()
+    w = watch(model)
+    w.segments(documents)
+    real = documents >= 0
+    nn.functional.cross_entropy(model(idx)[real], idx[real]).backward()
+    w.step()
+    check(w, *pair_of(truth, ["first.weight", "first.bias", "second.weight"]), n / n.sum())
+
+
+@needs_transformers
+def test_packed_documents_take_their_shares_from_the_labels():
+    model = hf("LlamaForCausalLM", "LlamaConfig", **TINY)
+    documents = torch.tensor([[0] * 5 + [1] * 7, [2] * 3 + [3] * 9])
+    idx = torch.randint(3, 64, (2, T), generator=torch.Generator().manual_seed(0))
+    labels = idx.masked_fill(torch.tensor([[t in (0, 5) for t in range(T)], [t in (0, 3) for t in range(T)]]), -100)
+    w = watch(model)
+    w.segments(documents)
+    model(input_ids=idx, labels=labels).loss.backward()
+    w.step()
+    n = torch.tensor([4.0, 6.0, 2.0, 8.0])
+    assert w.last.examples == 4 and w.last.effective == pytest.approx(float(n.sum() ** 2 / n.square().sum()))
+
+
+def test_documents_in_exact_mode_are_refused():
+    with pytest.raises(WatchError, match="mode='norm'"):
+        watch(plain(), mode="exact").segments(torch.zeros(4, 12, dtype=torch.long))
 
 
 def test_weights_hold_for_one_pass_alone():
