@@ -5,6 +5,7 @@ What watch costs: training steps of GPT-2 and Llama as transformers has them, wa
 
 Times are of the CPU that the process used, on one thread, so that other work on the machine matters less.
 Needs transformers. "percent": the median over pairs of neighbouring steps of watched / plain - 1, and the middle half of them.
+"taps_percent": the taps' arithmetic alone, run by itself, as a share of the fastest plain step: less noisy.
 """
 
 import argparse
@@ -15,7 +16,7 @@ import time
 
 import torch
 
-from rightbatch import watch
+from rightbatch import taps, watch
 
 B, T, LAYERS = 8, 256, 4
 
@@ -43,14 +44,25 @@ def measure(model, steps, **options):
     pair = [model, copy.deepcopy(model)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for m in pair]
     w = watch(pair[1], optimizers[1], **options)
-    idx, ratios = torch.randint(0, 4096, (B, T)), []
+    idx, ratios, plain = torch.randint(0, 4096, (B, T)), [], []
     for i in range(steps + 3):
         order = (0, 1) if i % 2 else (1, 0)
         seconds = dict((k, step(pair[k], optimizers[k], idx)) for k in order)
         if i >= 3:
             ratios.append(100 * (seconds[1] / seconds[0] - 1))
+            plain.append(seconds[0])
     low, middle, high = statistics.quantiles(ratios, n=4)
-    return {"percent": round(middle, 2), "from": round(low, 2), "to": round(high, 2), "sites": len(w.sites)}
+    return {"percent": round(middle, 2), "from": round(low, 2), "to": round(high, 2), "sites": len(w.sites),
+            "taps_percent": round(100 * sum(tap_seconds(site.norm) for site in w.sites) / min(plain), 2)}
+
+
+def tap_seconds(norm, times=30):
+    x, dy, seconds = torch.randn(B, T, *norm.shape), torch.randn(B, T, *norm.shape), []
+    for _ in range(times):
+        start = time.process_time()
+        taps.norm_rows(norm, dy, x, 0, None)
+        seconds.append(time.process_time() - start)
+    return statistics.median(seconds)
 
 
 def main(argv=None):
