@@ -27,6 +27,19 @@ def unbiased_pair(small, big, n_small, n_big):
     return sq_norm, tr_sigma
 
 
+def unequal_pair(q, big, h, examples):
+    """(sq_norm, tr_sigma) where example b has a share w_b of the loss (lengths differ): both unbiased, given the shares.
+
+    With c_b = w_b times the example's own mean gradient and sum w = 1: q = sum |c_b|^2, big = |sum c_b|^2, h = sum w_b^2
+    (1/h is Kish's effective batch). Then E q = h |G|^2 + noise and E big = |G|^2 + noise, `noise` being the variance of the
+    step's gradient, however it splits over the examples. tr_sigma is examples * noise, so that tr_sigma / sq_norm counts
+    examples like these; equal shares give unbiased_pair.
+    """
+    if not (0 < h < 1 and examples > 1):
+        raise ValueError(f"a noise scale needs several examples, got shares with sum w^2 = {h} and {examples} example(s)")
+    return (big - q) / (1 - h), examples * (q - h * big) / (1 - h)
+
+
 class Averages:
     """Token-decayed means of a few quantities that are measured together, and the covariance of those means.
 

@@ -31,3 +31,15 @@ for _name in ("gns", "ln_kernel", "per_example"):
     if not Path(__file__).with_name(f"{_name}.py").exists():
         _take_from_checkout(_name, Path(__file__).resolve().parent.parent / f"{_name}.py")
     globals()[_name] = importlib.import_module(f"{__name__}.{_name}")
+
+# Last, and not when first asked for: importing the modules watch and verify puts them under these names, then the functions.
+from rightbatch.recognise import WatchError  # noqa: E402, F401
+from rightbatch.verify import verify  # noqa: E402, F401
+from rightbatch.watch import Watch, watch  # noqa: E402, F401
+
+
+def __getattr__(name):
+    if name != "WatchCallback":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from rightbatch.callbacks import WatchCallback
+    return WatchCallback

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from gns import Calibration, NoiseScale, ratio_interval, student_t, unbiased_pair
+from gns import Calibration, NoiseScale, ratio_interval, student_t, unbiased_pair, unequal_pair
 
 
 def gradients(rng, trials, batch, mean, scale):
@@ -44,6 +44,42 @@ def test_the_general_form_is_unbiased_for_any_two_batches(n_small, n_big):
 def test_one_example_has_no_estimate_and_says_so():
     with pytest.raises(ValueError, match="one example has no estimate"):
         unbiased_pair(1.0, 1.0, 1, 1)
+
+
+def ragged(rng, batch, mean, scale, rho=0.3):
+    """One batch of a token mean: lengths n (batch,), c (batch, dim) = share times the example's own mean gradient. Tokens of an
+    example correlate by rho, so an example's covariance is diag(scale^2) (rho + (1 - rho) / n)."""
+    n = np.ceil(rng.exponential(30, batch))
+    own = mean + scale * np.sqrt(rho + (1 - rho) / n)[:, None] * rng.standard_normal((batch, len(mean)))
+    return n, n[:, None] / n.sum() * own
+
+
+@pytest.mark.parametrize("batch", [8, 64])
+def test_the_pair_for_unequal_lengths_is_unbiased_where_the_plain_pair_is_not(batch):
+    rng = np.random.default_rng(batch)
+    mean, scale = np.array([0.3, -0.7, 0.2]), np.array([0.3, 0.6, 0.2])
+    estimates, plain, truth = [], [], []
+    for _ in range(20_000):
+        n, c = ragged(rng, batch, mean, scale)
+        w = n / n.sum()
+        q, big = (c**2).sum(), (c.sum(0) ** 2).sum()
+        estimates.append(unequal_pair(q, big, (w**2).sum(), batch))
+        plain.append(unbiased_pair(batch * q, big, 1, batch))
+        truth.append(batch * (w**2 * (scale**2).sum() * (0.3 + 0.7 / n)).sum())
+    estimates, plain = np.array(estimates), np.array(plain)
+    error = estimates.std(0) / math.sqrt(len(estimates))
+    assert (abs(estimates.mean(0) - [(mean**2).sum(), np.mean(truth)]) < 3 * error).all()
+    assert abs(plain[:, 0].mean() - (mean**2).sum()) > 6 * plain[:, 0].std() / math.sqrt(len(plain))
+
+
+def test_equal_shares_give_the_plain_pair():
+    small, big, B = 7.0, 2.0, 5
+    assert unequal_pair(small / B, big, 1 / B, B) == pytest.approx(unbiased_pair(small, big, 1, B))
+
+
+def test_one_share_has_no_estimate_and_says_so():
+    with pytest.raises(ValueError, match="several examples"):
+        unequal_pair(1.0, 1.0, 1.0, 1)
 
 
 def run(pairs, half_life=1e9, tokens=100):

@@ -1,0 +1,235 @@
+"""
+Every layer that can be had, not norm layers alone: linear, embedding, a head tied to it, convolution, LoRA's adapters.
+
+A layer's tap turns its x and dy into |c_b|^2 at once (per_example.py), since c_b itself is as large as the weight. The sum over
+examples is the gradient that autograd has anyway: a hook on each parameter adds it up before anything else is done to it, which
+takes as much memory as the gradients do. Parameters that no tap covers are counted, too, so that the coverage can be told.
+A layer is dropped, with a word, where its own sum over examples is not the parameter's gradient: its weight is used elsewhere.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from rightbatch import per_example, taps
+from rightbatch.recognise import WatchError
+
+CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d)
+
+
+@dataclass
+class Layer:
+    name: str
+    kind: str  # linear, transposed (GPT-2's Conv1D), embedding, convolution
+    module: torch.nn.Module
+    leaf: torch.Tensor | None = None
+    calls: int = 0                       # in this forward pass
+    sums: dict | None = None             # parameter -> sum_b c_b, in the first step, for comparison
+    checked: bool = False
+
+    @property
+    def parameters(self):
+        return [p for p in self.module._parameters.values() if p is not None and p.requires_grad]
+
+
+def kind_of(module):
+    """What a module computes, or None."""
+    weight = module._parameters.get("weight")
+    if weight is None or not any(p is not None and p.requires_grad for p in module._parameters.values()):
+        return None
+    if isinstance(module, torch.nn.Linear):
+        return "linear"
+    if isinstance(module, torch.nn.Embedding):
+        plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
+        return "embedding" if plain else None
+    if isinstance(module, CONVOLUTIONS):
+        return "convolution" if module.padding_mode == "zeros" and not isinstance(module.padding, str) else None
+    same = type(module).__name__ == "Conv1D" and weight.dim() == 2 and hasattr(module, "nf")
+    return "transposed" if same else None
+
+
+class Exact:
+    """The taps of mode="exact". `on`: whether the present step is measured."""
+
+    def __init__(self, model, owner, skipped):
+        self.owner, self.on, self.handles = owner, True, []
+        self.layers = [Layer(name, kind, module) for name, module in model.named_modules()
+                       if (kind := kind_of(module)) and not skipped(name)]
+        self.parameters = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        if any(hasattr(p, "placements") for p in self.parameters):
+            raise WatchError("mode='exact' needs whole gradients, and these are sharded: mode='norm' works under FSDP")
+        self.left_out, self.sums = {}, {}
+        self.rows = {}  # weight -> ids of its embedding in this pass, then (ids, those rows of its head's c_b)
+        for layer in self.layers:
+            if layer.kind == "embedding":
+                self.handles.append(layer.module.register_forward_pre_hook(owner.hook(self.expand)))
+            self.handles.append(layer.module.register_forward_hook(owner.hook(self.tap, layer)))
+        self.handles += [p.register_hook(owner.hook(self.add, p)) for p in self.parameters]
+
+    # -- in the forward and backward passes
+
+    def begin(self):
+        self.rows = {}  # a dict of its own for each pass: backward may come after the next forward
+        for layer in self.layers:
+            layer.calls = 0
+
+    def add(self, parameter, grad):
+        if self.on:
+            acc = torch.promote_types(grad.dtype, torch.float32)
+            self.sums[parameter] = self.sums[parameter] + grad if parameter in self.sums else grad.detach().to(acc, copy=True)
+
+    def expand(self, module, args):
+        """Positions come as (1, T) and are broadcast behind the embedding; an example's own gradient needs (B, T)."""
+        B = self.owner.current.B
+        if self.on and torch.is_grad_enabled() and args[0].dim() == 2 and args[0].shape[0] == 1 and B:
+            return (args[0].expand(B, -1), *args[1:])
+        return None
+
+    def tap(self, layer, module, args, y):
+        if not (self.on and torch.is_grad_enabled() and y.requires_grad) or layer.name in self.left_out:
+            return None
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break()  # its loops are not for a compiler
+        now, x = self.owner.current, args[0]
+        layer.calls += now.inside
+        if layer.calls > 1:
+            self.left_out[layer.name] = "used several times in a forward pass"
+        elif x.dim() < 2 or now.B is not None and x.shape[self.owner.batch_dim] != now.B:
+            self.left_out[layer.name] = f"its input {tuple(x.shape)} has no dimension of {now.B} examples"
+        else:
+            return Use.apply(y, x, self.leaf(layer, y), layer, self, self.owner.counts(y, x.shape[self.owner.batch_dim]))
+        return None
+
+    def leaf(self, layer, y):
+        dtype = torch.promote_types(y.dtype, torch.float32)
+        if layer.leaf is None or layer.leaf.device != y.device or layer.leaf.dtype != dtype:
+            layer.leaf = torch.zeros(2 + taps.HEAD, dtype=dtype, device=y.device, requires_grad=True)
+        return layer.leaf
+
+    def measure(self, layer, rows, x, dy):
+        """(2,): sum_b |c_b|^2 over the layer's parameters, plain and in Adam's metric."""
+        acc, dim = torch.promote_types(dy.dtype, torch.float32), self.owner.batch_dim
+        dy = dy.detach().to(acc).movedim(dim, 0)
+        x = (x if layer.kind == "embedding" else x.detach().to(acc)).movedim(dim, 0)
+        weight, bias = layer.module.weight, layer.module._parameters.get("bias")
+        total, sums = dy.new_zeros(2), {}
+        if weight.requires_grad:
+            p = self.owner.metric_of(weight)
+            sq, dW = (self.embedding if layer.kind == "embedding" else self.weight)(layer, x, dy, p, rows)
+            total = total + F.pad(sq.sum(1), (0, 2 - len(sq)))
+            sums[weight] = dW
+        if bias is not None and bias.requires_grad:
+            p = self.owner.metric_of(bias)
+            c = dy.flatten(2).sum(2) if layer.kind == "convolution" else dy.reshape(dy.shape[0], -1, dy.shape[-1]).sum(1)
+            total = total + torch.stack([c.square().sum(), c.new_zeros(()) if p is None else (p * c.square()).sum()])
+            sums[bias] = c.sum(0)
+        if not layer.checked:
+            layer.sums = {p: s + (layer.sums or {}).get(p, 0) for p, s in sums.items()}
+        return total
+
+    def weight(self, layer, x, dy, p, rows):
+        """Linear layers, and convolutions as linear layers on patches."""
+        weight, B = layer.module.weight, dy.shape[0]
+        if layer.kind == "convolution":
+            return self.convolution(layer.module, x, dy, p)
+        x, dy = x.reshape(B, -1, x.shape[-1]), dy.reshape(B, -1, dy.shape[-1])
+        turned = layer.kind == "transposed"
+        idx = rows.get(weight)  # of an embedding with the same weight
+        dW, sq, picked = weight_grad(dy, x, p.t() if turned and p is not None else p, idx)
+        if idx is not None:
+            rows[weight] = (idx, picked)
+        return sq, dW.t() if turned else dW
+
+    def convolution(self, module, x, dy, p):
+        one = isinstance(module, torch.nn.Conv1d)
+        if one:  # as an image of height 1
+            x, dy = x.unsqueeze(2), dy.unsqueeze(2)
+        kernel, padding, stride, dilation = ((first, *value) if one else value for first, value in zip(
+            (1, 0, 1, 1), (module.kernel_size, module.padding, module.stride, module.dilation)))
+        patches = F.unfold(x, kernel, dilation, padding, stride).mT  # (B, L, C * kernel)
+        dy, groups = dy.flatten(2).mT, module.groups
+        pieces = [weight_grad(g.contiguous(), v.contiguous(), None if p is None else q.flatten(1), None) for g, v, q in zip(
+            dy.chunk(groups, 2), patches.chunk(groups, 2), (None,) * groups if p is None else p.chunk(groups, 0))]
+        return sum(sq for _, sq, _ in pieces), torch.cat([dW for dW, _, _ in pieces]).view(module.weight.shape)
+
+    def embedding(self, layer, idx, dy, p, rows):
+        weight, padding = layer.module.weight, layer.module.padding_idx
+        B, C = idx.shape[0], weight.shape[1]
+        idx, dy = idx.reshape(B, -1), dy.reshape(B, -1, C)
+        if padding is not None:
+            dy = dy * (idx != padding)[..., None]
+        known = rows.get(weight)
+        head = known[1] if isinstance(known, tuple) else None
+        if head is not None and padding is not None:
+            head = head * (idx != padding)[..., None]
+        sq = per_example.embedding_sq_norms(dy, idx, p, head)
+        if layer.checked:
+            return sq, None
+        return sq, torch.zeros_like(weight, dtype=dy.dtype).index_add_(0, idx.reshape(-1), dy.reshape(-1, C))
+
+    # -- at the end of a step
+
+    def drop_what_is_used_elsewhere(self):
+        """In the first step each layer's own sum is compared with the gradient that autograd has."""
+        own = {}
+        for layer in self.layers:
+            for p, s in (layer.sums or {}).items():
+                own[p] = s + own.get(p, 0)
+        for layer in self.layers:
+            if layer.checked or layer.sums is None:
+                continue
+            wrong = [p for p in layer.sums if (own[p] - self.sums[p]).norm() > 0.05 * self.sums[p].norm()]
+            if wrong:
+                self.left_out.setdefault(layer.name, f"{self.parameters[wrong[0]]} is used elsewhere, too")
+            layer.sums, layer.checked = None, True
+
+    def collect(self, norm_sites):
+        """(numbers, counts) of the layers that are covered: q, big, q and big in Adam's metric, |gradient|^2 not covered."""
+        self.drop_what_is_used_elsewhere()
+        used = [la for la in self.layers if la.leaf is not None and la.leaf.grad is not None and la.name not in self.left_out]
+        lost = {p for la in self.layers if la.name in self.left_out for p in la.parameters}  # tied: all of it or nothing
+        used = [la for la in used if not lost & set(la.parameters)]
+        covered = {p for la in used for p in la.parameters}
+        elsewhere = {p for site in norm_sites for p in site.parameters}
+        first = next(iter(self.sums.values()))
+        grads = [la.leaf.grad for la in used] or [first.new_zeros(2 + taps.HEAD)]
+        q, counts = torch.stack([g[:2] for g in grads]).sum(0), torch.stack([g[2:] for g in grads]).amax(0)
+        big, weighted, rest = (first.new_zeros(()) for _ in range(3))
+        for p, s in self.sums.items():
+            self.owner.sum_over_ranks(s)
+            if p in covered:
+                metric = self.owner.metric_of(p)
+                big = big + s.square().sum()
+                weighted = weighted if metric is None else weighted + (metric * s.square()).sum()
+            elif p not in elsewhere:
+                rest = rest + s.square().sum()
+        self.forget()
+        return torch.stack([q[0], big, q[1], weighted, rest]), counts
+
+    def forget(self):
+        self.sums = {}
+        for layer in self.layers:
+            if layer.leaf is not None:
+                layer.leaf.grad = None
+
+
+class Use(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, x, leaf, layer, exact, counts):
+        ctx.save_for_backward(x)
+        ctx.layer, ctx.exact, ctx.counts, ctx.rows = layer, exact, counts, exact.rows
+        if layer.kind == "embedding":
+            exact.rows[layer.module.weight] = x  # for a head that has the same weight
+        return y.data
+
+    @staticmethod
+    def backward(ctx, dy):
+        with torch.no_grad():
+            numbers = ctx.exact.measure(ctx.layer, ctx.rows, *ctx.saved_tensors, dy)
+            return dy, None, torch.cat([numbers, ctx.counts]), None, None, None
+
+
+def weight_grad(g, x, p, idx):
+    method = "gram" if p is None and per_example.cheaper_method(*x.shape[1:], g.shape[2]) == "gram" else "simultaneous"
+    return per_example.weight_grad(g, x, p, idx, method)

@@ -1,0 +1,83 @@
+"""
+Where the backward pass is overheard. Two autograd functions, both an identity as far as the model can tell:
+
+    leaf --Gather--> z (B, n), zeros --+
+    x -----------------------------Tap-+--> y, as the norm layer returned it
+
+Tap saves x and sees dy. It sends c_b = sum_t dy xhat (and sum_t dy, for a bias) to z. Gather sends sum_b c_b, sum_b c_b^2
+(elementwise) and the counts of this forward pass on to the leaf. Autograd adds up what it has to: the calls of a module
+that is used several times in z, before the squares; micro-batches in leaf.grad, after them. The leaf's shape does not depend
+on B. No parameter's gradient is read, so that whatever is done to those (clipping, averaging, sharding) does not matter.
+
+B examples, T positions, C channels, n = C or 2C numbers per example: weight, then bias.
+"""
+
+import torch
+
+HEAD = 6  # counts at the end of a leaf: forward passes, examples, lengths, lengths^2, sum of (own share in the pass)^2, tokens
+
+
+def new_leaf(n, dtype, device):
+    return torch.zeros(2 * n + HEAD, dtype=dtype, device=device, requires_grad=True)
+
+
+def head(B, tokens, lengths, dtype, device):
+    """The counts of one forward pass. lengths (B,): what each example weighs in the loss; None where they are equal."""
+    if lengths is None:
+        return torch.tensor([1, B, B, B, 1 / B, tokens], dtype=dtype, device=device)
+    lengths = lengths.detach().to(device, dtype)
+    total, squares = lengths.sum(), lengths.square().sum()
+    one = torch.ones_like(total)
+    return torch.stack([one, B * one, total, squares, squares / total.square(), tokens * one])
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, leaf, counts, B):
+        ctx.counts = counts  # not saved: checkpointing compares what two passes save, and only one of them may come here
+        return leaf.new_zeros(()).expand(B, (leaf.numel() - HEAD) // 2)
+
+    @staticmethod
+    def backward(ctx, c):
+        return torch.cat([c.sum(0), c.square().sum(0), ctx.counts]), None, None
+
+
+class Tap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, x, z, norm, batch_dim, segments):
+        ctx.save_for_backward(x)  # a closure would keep it alive under checkpointing
+        ctx.norm, ctx.batch_dim, ctx.segments = norm, batch_dim, segments
+        # Neither a view nor a copy: what comes after may write into y, as it may into the norm's own output.
+        return y.view_as(y) if torch.compiler.is_compiling() else y.data
+
+    @staticmethod
+    def backward(ctx, dy):
+        c = norm_rows(ctx.norm, dy, *ctx.saved_tensors, ctx.batch_dim, ctx.segments) if ctx.needs_input_grad[2] else None
+        return dy, None, c, None, None, None
+
+
+def norm_rows(norm, dy, x, batch_dim, segments):
+    """(B, n): every example's gradient of weight(, bias). segments: (document of each position (B, T), how many), or None."""
+    acc = torch.promote_types(x.dtype, torch.float32)
+    x, dy = x.detach().to(acc), dy.detach().to(acc)
+    C = norm.shape
+    if norm.eps is None:
+        xhat = norm.plain(x)
+    else:
+        xhat = torch.nn.functional.layer_norm(x, C, eps=norm.eps) if norm.centred else \
+            torch.nn.functional.rms_norm(x, C, eps=norm.eps)
+    rows = [sum_positions(dy * xhat, norm, batch_dim, segments)]
+    if norm.bias:
+        rows.append(sum_positions(dy, norm, batch_dim, segments))
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+
+
+def sum_positions(v, norm, batch_dim, segments):
+    if norm.channels > 0:  # (B, C, ...)
+        return v.flatten(2).sum(2)
+    v, C = v.movedim(batch_dim, 0), norm.shape.numel()
+    if segments is None:
+        return v.reshape(v.shape[0], -1, C).sum(1)
+    document, n = segments
+    positions = v.reshape(document.numel(), -1, C).sum(1)
+    return v.new_zeros(n + 1, C).index_add_(0, document.reshape(-1) % (n + 1), positions)[:n]  # -1, padding, is the last

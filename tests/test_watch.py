@@ -1,0 +1,506 @@
+"""watch in plain torch: what a step says, what it refuses, and every mode of training against a float64 loop."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rightbatch import WatchError, gns, watch
+from tests.watching import Encoder, Plain, ids, loop, pair_of, plain, randomise, site_errors
+
+NORMS = ["first.weight", "first.bias", "second.weight"]
+
+
+def truth_of(model, idx, **options):
+    return loop(model, {"idx": idx}, **options)
+
+
+def check_last(w, q, big, B, rtol=1e-5, h=None):
+    """w.last against the loop's sums, up to the common factor that last allows for."""
+    h = h or 1 / B
+    assert w.last.examples == B
+    assert w.last.small / w.last.big == pytest.approx(q / h / big, rel=rtol)
+
+
+# -- a step
+
+
+def test_a_step_says_what_the_loop_says():
+    model, idx = plain(), ids()
+    q, big = pair_of(truth_of(model, idx), NORMS)
+    w = watch(model)
+    model(idx).backward()
+    w.step()
+    assert (w.last.examples, w.last.small, w.last.big) == (4, pytest.approx(4 * q, rel=1e-5), pytest.approx(big, rel=1e-5))
+
+
+def test_the_row_is_the_unbiased_pair_of_the_steps_averaged():
+    model, w, pairs = plain(), None, []
+    w = watch(model, half_life_tokens=1e9)
+    scale = gns.NoiseScale(1e9, 0.2)
+    for seed in range(12):
+        idx = ids(seed)
+        q, big = pair_of(truth_of(model, idx), NORMS)
+        scale.update(*gns.unbiased_pair(4 * q, big, 1, 4), idx.numel())
+        model(idx).backward()
+        w.step()
+        pairs.append((q, big))
+    row = w.row()
+    assert row["gns/norm_sq_norm"] == pytest.approx(scale.sq_norm, rel=1e-4)
+    assert row["gns/norm_tr_sigma"] == pytest.approx(scale.tr_sigma, rel=1e-4)
+    assert row["gns/norm"] == (scale.gns and pytest.approx(scale.gns, rel=1e-3))
+    assert set(row) == {f"gns/norm{end}" for end in ("", "_low", "_high", "_sq_norm", "_tr_sigma")}
+
+
+def test_micro_batches_add_up_to_the_step():
+    model, idx = plain(), ids(batch=6)
+    q, big = pair_of(truth_of(model, idx), NORMS)
+    w = watch(model)
+    for part in idx.split(2):
+        (model(part) / 3).backward()
+    w.step()
+    check_last(w, q, big, 6)
+
+
+def test_print_says_the_noise_scale_with_its_interval():
+    torch.manual_seed(0)
+    model, idx = plain(), ids(batch=16)
+    w = watch(model)
+    assert "undetermined yet" in str(w)
+    for _ in range(6):
+        model(idx[torch.randperm(16)[:12]]).backward()
+        w.step()
+    row = w.row()
+    assert str(w).startswith(f"noise scale {row['gns/norm']:.3g} [{row['gns/norm_low']:.3g}, ")
+
+
+def test_the_state_goes_on_where_it_was():
+    model, other = plain(), None
+    w = watch(model)
+    for seed in range(3):
+        model(ids(seed)).backward()
+        w.step()
+    state = w.state_dict()
+    w.close()
+    other = watch(model)
+    other.load_state_dict(torch.load(io.BytesIO(saved(state)), weights_only=True))
+    assert other.row() == w.row()
+
+
+def saved(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def test_close_leaves_nothing_behind():
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = hooks_of(model, optimizer)
+    w = watch(model, optimizer)
+    assert hooks_of(model, optimizer) != before
+    w.close()
+    assert hooks_of(model, optimizer) == before
+
+
+def hooks_of(model, optimizer):
+    return [len(getattr(m, name)) for m in model.modules() for name in ("_forward_hooks", "_forward_pre_hooks",
+            "_backward_hooks", "_forward_hooks_with_kwargs")] + [len(optimizer._optimizer_step_pre_hooks)]
+
+
+def test_evaluation_between_backward_passes_changes_nothing():
+    model, idx = plain(), ids()
+    w = watch(model)
+    loss = model(idx)
+    with torch.no_grad():
+        model(ids(5, batch=7))
+    loss.backward()
+    w.step()
+    check_last(w, *pair_of(truth_of(model, idx), NORMS), 4)
+
+
+def test_a_forward_pass_without_backward_does_not_count():
+    model, idx = plain(), ids()
+    w = watch(model)
+    model(ids(3))
+    model(idx).backward()
+    w.step()
+    check_last(w, *pair_of(truth_of(model, idx), NORMS), 4)
+
+
+def test_no_step_waits_for_the_device_after_the_first():
+    model = plain()
+    w = watch(model)
+    for seed in range(5):
+        model(ids(seed)).backward()
+        w.step()
+    assert len(w.waiting) == 4
+    w.row()
+    assert not w.waiting and w.scales["norm"].averages.updates == 5
+
+
+# -- refusals
+
+
+def test_batch_norm_is_refused_alone_and_left_out_beside_others():
+    with pytest.raises(WatchError, match="mixes examples: no example has a gradient of its own"):
+        watch(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    assert "mixes examples" in watch(nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4))).left_out["0"]
+
+
+def test_a_model_without_weighted_norms_is_refused_with_the_way_out():
+    with pytest.raises(WatchError, match="no norm layer with a weight: mode='exact'"):
+        watch(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4, elementwise_affine=False)))
+
+
+def test_data_parallel_is_refused():
+    with pytest.raises(WatchError, match="start with torchrun"):
+        watch(nn.DataParallel(plain()))
+
+
+def test_a_model_that_is_compiled_already_is_refused():
+    with pytest.raises(WatchError, match="before torch.compile"):
+        watch(torch.compile(plain()))
+    model = plain()
+    model.hidden.compile()
+    with pytest.raises(WatchError, match="hidden is compiled already"):
+        watch(model)
+
+
+def test_a_step_without_gradients_is_refused_in_words():
+    w = watch(plain())
+    with pytest.raises(WatchError, match="was the model compiled before"):
+        w.step()
+
+
+def test_one_example_in_all_is_refused():
+    model = plain()
+    w = watch(model)
+    model(ids(batch=1)).backward()
+    with pytest.raises(WatchError, match="one example in the whole step"):
+        w.step()
+
+
+def test_sequence_first_is_refused_until_batch_dim_says_so():
+    model, x = randomise(Encoder(batch_first=False)), torch.randn(6, 4, 16)
+    w = watch(TokensFirst(model))
+    with pytest.raises(WatchError, match=r"sees 6 examples in its input \(6, 4, 16\), the model sees 4: pass batch_dim=1"):
+        w.model(x.movedim(0, 1))
+
+
+class TokensFirst(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):  # (B, T, C)
+        return self.inner(x.movedim(1, 0))
+
+
+class Folded(Plain):
+    def forward(self, idx):
+        return super().forward(idx) + self.first(self.embedding(idx).flatten(0, 1)).mean()
+
+
+def test_a_batch_folded_into_positions_is_refused():
+    model = Folded()
+    w = watch(model)
+    with pytest.raises(WatchError, match=r"first sees 48 examples .* skip=\('first',\)"):
+        model(ids())
+    w.close()
+    w = watch(model, skip=("first",))
+    model(ids()).backward()
+    w.step()
+    assert w.left_out == {"first": "skipped"} and w.last.examples == 4
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x, gate=None):
+        return nn.functional.rms_norm(x * nn.functional.silu(x if gate is None else gate), (16,), self.weight)
+
+
+class GatedNorm(Gated):
+    pass
+
+
+def test_gated_norms_are_left_out_by_name():
+    model = Plain()
+    model.gate = GatedNorm()
+    assert watch(model).left_out == {"gate": "takes a second input (gate)"}
+
+
+def test_inputs_that_are_spread_over_ranks_are_refused():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        model = distribute_module(nn.LayerNorm(16), mesh)
+        watch(model)
+        with pytest.raises(WatchError, match="an example is spread over ranks"):
+            model(distribute_tensor(torch.randn(2, 4, 16), mesh, [Shard(1)]))
+    finally:
+        dist.destroy_process_group()
+
+
+# -- traps
+
+
+class Shared(Plain):
+    """One norm used twice in a pass: its squares do not add."""
+
+    def forward(self, idx):
+        self.hidden_twice = self.first(self.second(self.embedding(idx)).sin())
+        return super().forward(idx) + 0.3 * self.hidden_twice.square().mean()
+
+
+def test_a_module_used_several_times_in_a_pass_counts_once():
+    torch.manual_seed(0)
+    model, idx = randomise(Shared()), ids()
+    truth = truth_of(model, idx)
+    w = watch(model)
+    model(idx).backward()
+    assert max(site_errors(model, w, truth).values()) < 1e-5
+
+
+class InPlace(Plain):
+    def forward(self, idx):
+        y = self.first(self.embedding(idx))
+        y += 1
+        y.mul_(2)
+        return self.second(y).tanh_().square().mean() + 0 * self.head.weight.sum()
+
+
+def test_what_follows_may_write_into_the_norms_output():
+    torch.manual_seed(0)
+    model, idx = randomise(InPlace()), ids()
+    truth = truth_of(model, idx)
+    w = watch(model)
+    model(idx).backward()
+    assert max(site_errors(model, w, truth).values()) < 1e-5
+
+
+def test_a_copy_of_the_model_is_not_watched_and_does_not_disturb():
+    model, idx = plain(), ids()
+    w = watch(model)
+    ema = copy.deepcopy(model)
+    again = torch.load(io.BytesIO(saved(model)), weights_only=False)
+    for other in (ema, again):
+        other(ids(3)).backward()
+    model(idx).backward()
+    w.step()
+    check_last(w, *pair_of(truth_of(model, idx), NORMS), 4)
+    assert w.last.examples == 4
+
+
+class Checkpointed(Plain):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, idx):
+        x = checkpoint(lambda v: v + self.hidden(self.first(v)).tanh(), self.embedding(idx), use_reentrant=self.reentrant)
+        logits = self.head(self.second(x))
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_both_kinds_agrees(reentrant):
+    torch.manual_seed(0)
+    model, idx = randomise(Checkpointed(reentrant)), ids()
+    truth = truth_of(model, idx)
+    w = watch(model)
+    for part in idx.split(2):
+        (model(part) / 2).backward()
+    assert max(site_errors(model, w, truth).values()) < 1e-5
+    w.step()
+    check_last(w, *pair_of(truth, NORMS), 4)
+
+
+class CheckpointedTwice(Checkpointed):
+    def forward(self, idx):
+        def twice(v):
+            return self.first(self.first(v).sin())
+        return self.second(checkpoint(twice, self.embedding(idx), use_reentrant=self.reentrant)).square().mean()
+
+
+def test_a_shared_norm_under_reentrant_checkpointing_agrees_or_is_refused():
+    torch.manual_seed(0)
+    model, idx = randomise(CheckpointedTwice(False)), ids()
+    truth = truth_of(model, idx)
+    w = watch(model)
+    model(idx).backward()
+    assert max(site_errors(model, w, truth).values()) < 1e-5
+    w.step()
+    model.reentrant = True
+    with pytest.raises(WatchError, match="use_reentrant=False"):
+        model(idx).backward()
+
+
+def test_checkpointing_keeps_no_input_alive():
+    torch.manual_seed(0)
+    model, kept = Checkpointed(False), []
+    model.first.register_forward_pre_hook(lambda m, args: kept.append(weakref.ref(args[0].untyped_storage())))
+
+    def inside(v):
+        v = v * 2  # lives inside of the checkpoint alone
+        return self_first(v)
+    self_first = model.first
+    w = watch(model)
+    x = torch.randn(4, 6, 16, requires_grad=True)
+    y = checkpoint(inside, x, use_reentrant=False)
+    gc.collect()
+    alive = [ref() is not None for ref in kept]
+    y.sum().backward()
+    assert w.sites[0].leaf.grad is not None and alive == [False]
+
+
+# -- modes of training
+
+
+def test_autocast_agrees_with_the_loop_within_its_rounding():
+    model, idx = plain(), ids()
+    q, big = pair_of(truth_of(model, idx), NORMS)
+    w = watch(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(idx)
+    loss.backward()
+    w.step()
+    check_last(w, q, big, 4, rtol=0.05)  # bf16 keeps 8 bits
+
+
+def test_pure_bf16_agrees_with_its_own_loop_and_sums_in_float32():
+    model, idx = plain().bfloat16(), ids()
+    rows = {}
+    for b in range(4):  # each example alone, in bf16, as the model computes
+        model.zero_grad()
+        (model(idx[b:b + 1]) / 4).backward()
+        for name, p in model.named_parameters():
+            rows.setdefault(name, []).append(p.grad.double())
+    q, big = pair_of({name: torch.stack(r) for name, r in rows.items()}, NORMS)
+    w = watch(model)
+    model(idx).backward()
+    assert all(site.leaf.grad.dtype == torch.float32 for site in w.sites)
+    w.step()
+    check_last(w, q, big, 4, rtol=0.05)
+
+
+class Scaler:
+    """What watch needs of torch.amp.GradScaler, which does nothing on a CPU."""
+
+    def __init__(self, scale):
+        self._scale = torch.tensor(scale)
+
+
+def test_the_factor_of_a_grad_scaler_is_divided_out():
+    model, idx = plain(), ids()
+    q, big = pair_of(truth_of(model, idx), NORMS)
+    scaler = Scaler(1.0)
+    w = watch(model, scaler=scaler)
+    for scale in (1024.0, 65536.0):
+        scaler._scale = torch.tensor(scale)
+        (scale * model(idx)).backward()
+        w.step()
+        w.fetch()
+        assert (w.last.small, w.last.big) == (pytest.approx(4 * q, rel=1e-5), pytest.approx(big, rel=1e-5))
+
+
+def test_a_step_that_is_not_finite_is_left_out():
+    model = plain()
+    w = watch(model)
+    for factor in (1.0, float("inf"), 1.0):
+        (factor * model(ids())).backward()
+        w.step()
+    w.row()
+    assert w.skipped == 1 and w.scales["norm"].averages.updates == 2
+
+
+def test_the_real_grad_scaler_has_the_attribute_that_is_read():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    assert float(scaler._scale) == 8.0
+
+
+def test_with_an_optimizer_steps_close_themselves_and_clipping_does_not_matter():
+    model, idx = plain(), ids()
+    q, big = pair_of(truth_of(model, idx), NORMS)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    w = watch(model, optimizer)
+    for part in idx.split(2):
+        (model(part) / 2).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    optimizer.step()
+    check_last(w, q, big, 4)
+    assert "gns/norm_adam" not in w.row()
+
+
+def test_a_closure_closes_the_step_behind_its_gradients():
+    model, idx = plain(), ids()
+    q, big = pair_of(truth_of(model, idx), NORMS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    w = watch(model, optimizer)
+
+    def closure():
+        loss = model(idx)
+        loss.backward()
+        return loss
+    assert float(optimizer.step(closure)) == pytest.approx(float(model(idx)))
+    check_last(w, q, big, 4)
+
+
+def test_adams_metric_weighs_every_coordinate_by_its_second_moment():
+    model, idx = plain(), ids()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-6)
+    w = watch(model, optimizer, half_life_tokens=1e9)
+    model(ids(7)).backward()
+    optimizer.step()
+    assert "gns/norm_adam" not in w.row()  # there is no second moment before the first step
+    optimizer.zero_grad()
+    truth, q, big = truth_of(model, idx), 0.0, 0.0
+    for name, p in model.named_parameters():
+        if name in NORMS:
+            metric = 1 / ((optimizer.state[p]["exp_avg_sq"].double() / (1 - 0.95)).sqrt() + 1e-6)
+            q += float((metric * truth[name].square()).sum())
+            big += float((metric * truth[name].sum(0).square()).sum())
+    model(idx).backward()
+    optimizer.step()
+    sq_norm, tr_sigma = gns.unbiased_pair(4 * q, big, 1, 4)
+    row = w.row()
+    assert row["gns/norm_adam_sq_norm"] == pytest.approx(sq_norm, rel=1e-4)
+    assert row["gns/norm_adam_tr_sigma"] == pytest.approx(tr_sigma, rel=1e-4)
+    assert "; in Adam's metric " in str(w)
+
+
+def test_compiled_after_watch_agrees():
+    torch.manual_seed(0)
+    model, idx = randomise(Shared()), ids()
+    truth = truth_of(model, idx)
+    w = watch(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for _ in range(2):
+        for part in idx.split(2):
+            (compiled(part) / 2).backward()
+        assert max(site_errors(model, w, truth).values()) < 1e-5
+        w.step()
+    w.fetch()
+    check_last(w, *pair_of(truth, NORMS), 4)
+
+
+def test_compiled_before_watch_is_noticed_at_the_first_step():
+    model, idx = plain(), ids()
+    compiled = torch.compile(lambda i: model(i), backend="eager")
+    compiled(idx).backward()
+    w = watch(model)
+    compiled(idx).backward()
+    with pytest.raises(WatchError, match="was the model compiled before"):
+        w.step()

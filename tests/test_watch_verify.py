@@ -1,0 +1,50 @@
+"""verify: a loop over the user's own examples, as a table."""
+
+import importlib.util
+
+import pytest
+import torch
+
+from rightbatch import verify
+from tests.test_watch_lengths import ragged
+from tests.watching import TINY, Encoder, Plain, hf, ids, plain, randomise
+
+needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
+
+
+def test_the_table_says_that_both_agree_and_leaves_the_model_as_it_was():
+    model = plain().train()
+    model(ids(9)).backward()
+    before = [p.grad for p in model.parameters()]
+    report = verify(model, lambda m, idx: m(idx), ids(batch=12))
+    assert report.error < 1e-4 and report.examples == 8 and model.training
+    assert [row[0] for row in report.rows] == ["first", "second"]
+    assert all(a is b for a, b in zip(before, (p.grad for p in model.parameters())))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert str(report).splitlines()[1].startswith("first ") and "largest error" in str(report)
+
+
+class Mixing(Plain):
+    """A loss that ties examples together, as contrastive losses do."""
+
+    def forward(self, idx):
+        x = self.second(self.first(self.embedding(idx)).mean(1))
+        return -(x @ x.T).log_softmax(1).diagonal().mean()
+
+
+def test_a_loss_that_ties_examples_shows_as_an_error():
+    torch.manual_seed(0)
+    assert verify(randomise(Mixing()), lambda m, idx: m(idx), ids()).error > 0.05
+
+
+def test_sequence_first_is_cut_along_its_batch():
+    torch.manual_seed(0)
+    model = randomise(Encoder(batch_first=False))
+    report = verify(model, lambda m, b: m(b[0]), (torch.randn(6, 4, 16),), batch_dim=1)
+    assert report.error < 1e-4 and report.examples == 4
+
+
+@needs_transformers
+def test_ragged_batches_agree_with_their_shares():
+    model = hf("LlamaForCausalLM", "LlamaConfig", **TINY)
+    assert verify(model, lambda m, batch: m(**batch).loss, ragged()).error < 1e-4

@@ -1,0 +1,82 @@
+"""One of two ranks, started by test_watch_frameworks.py: DDP with no_sync, FSDP2, and Trainer where it is installed."""
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rightbatch import watch
+from tests.test_watch_frameworks import documents, trainer_of, truth_of_ragged
+from tests.watching import TINY, hf, ids, loop, pair_of, plain
+
+NORMS = ["first.weight", "first.bias", "second.weight"]
+
+
+def last(w):
+    w.fetch()
+    adam = w.scales.get("norm_adam")
+    return dict(vars(w.last), adam=adam and [adam.sq_norm, adam.tr_sigma])
+
+
+def ddp(rank, data):
+    model = plain()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    w = watch(wrapped, optimizer)
+    for _ in range(2):
+        first, second = data[rank].split(2)
+        with wrapped.no_sync():
+            (wrapped(first) / 2).backward()
+        (wrapped(second) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return last(w)
+
+
+def fsdp(rank, data):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    model, mesh = plain(), init_device_mesh("cpu", (2,))
+    fully_shard(model.first, mesh=mesh)  # a norm layer that is a shard group of its own
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    w = watch(model, optimizer)
+    for _ in range(2):
+        for part in data[rank].split(2):
+            (model(part) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return last(w)
+
+
+def huggingface(folder):
+    from rightbatch import WatchCallback
+    model, rows = hf("LlamaForCausalLM", "LlamaConfig", **TINY), documents(8)
+    callback = WatchCallback()
+    trainer_of(folder, model, rows, callback, max_steps=1).train()
+    q, big, shares = truth_of_ragged(model, rows)
+    return dict(hf=last(callback.w), hf_truth=[q, big, float(shares.square().sum())])
+
+
+def main(folder):
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), rank=rank, world_size=2)
+    data = ids(batch=8).split(4)
+    numbers = dict(truth=pair_of(loop(plain(), {"idx": torch.cat(data)}), NORMS), ddp=ddp(rank, data), fsdp=fsdp(rank, data))
+    if importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"):
+        numbers |= huggingface(folder)
+    if rank == 0:
+        (folder / "numbers.json").write_text(json.dumps(numbers))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

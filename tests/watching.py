@@ -1,0 +1,121 @@
+"""What the tests of watch share: models from configs, without a hub, and the oracle, a float64 loop over single examples."""
+
+import copy
+
+import torch
+
+TINY = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
+            max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+B, T = 4, 12
+
+
+def randomise(model, seed=0):
+    """Norm weights of ones and biases of zeros would hide mistakes."""
+    generator = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        if p.dim() == 1:
+            p.data += 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
+    return model.eval()  # no dropout; watch does not care about the mode
+
+
+def hf(name, config, **settings):
+    import transformers
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    model_class, config_class = getattr(transformers, name), getattr(transformers, config)
+    return randomise(model_class(config_class(**settings)))
+
+
+def tokens(seed=1, low=3):
+    ids = torch.randint(low, 64, (B, T), generator=torch.Generator().manual_seed(seed))
+    return dict(input_ids=ids, labels=ids)
+
+
+def pixels(size=32):
+    generator = torch.Generator().manual_seed(1)
+    return dict(pixel_values=torch.randn(B, 3, size, size, generator=generator), labels=torch.arange(B) % 2)
+
+
+class Encoder(torch.nn.Module):
+    """torch's own layers, in either layout, with a loss per example."""
+
+    def __init__(self, batch_first):
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=batch_first)
+        self.body = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.body(x).square().mean()
+
+
+class Plain(torch.nn.Module):
+    """The smallest model with a LayerNorm and an RMSNorm: tokens in, mean loss out."""
+
+    def __init__(self, C=16, V=32):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(V, C)
+        self.first, self.second = torch.nn.LayerNorm(C), torch.nn.RMSNorm(C)
+        self.hidden, self.head = torch.nn.Linear(C, C), torch.nn.Linear(C, V)
+
+    def forward(self, idx):
+        x = self.embedding(idx)
+        x = x + self.hidden(self.first(x)).tanh()
+        logits = self.head(self.second(x))
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
+
+
+def plain(seed=0, **sizes):
+    torch.manual_seed(seed)
+    return randomise(Plain(**sizes))
+
+
+def ids(seed=0, batch=B, length=T, V=32):
+    return torch.randint(0, V, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(output):
+    return output if isinstance(output, torch.Tensor) else output.loss
+
+
+def one_by_one(model, batch, batch_dim=0):
+    """[batch of one example]"""
+    n = next(v for v in batch.values() if v.dim() > batch_dim).shape[batch_dim]
+    return [{k: v.narrow(batch_dim if v.dim() > batch_dim else 0, b, 1) for k, v in batch.items()} for b in range(n)]
+
+
+def loop(model, batch, shares=None, batch_dim=0):
+    """{parameter name: (B, ...) contributions c_b}, by plain autograd in float64, each example alone."""
+    model = copy.deepcopy(model).double()
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    examples = one_by_one(model, batch, batch_dim)
+    rows = {}
+    for b, example in enumerate(examples):
+        model.zero_grad()
+        share = 1 / len(examples) if shares is None else float(shares[b])
+        (share * loss_of(model(**example))).backward()
+        for name, p in model.named_parameters():
+            rows.setdefault(name, []).append(torch.zeros_like(p) if p.grad is None else p.grad.clone())
+    return {name: torch.stack(r) for name, r in rows.items()}
+
+
+def site_rows(model, site, truth):
+    """(B, n): the loop's contributions to a site's parameters, weight first."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    return torch.cat([truth[names[id(p)]].flatten(1) for p in site.parameters], 1)
+
+
+def site_errors(model, w, truth):
+    """{site: largest relative error of its sum c_b and sum c_b^2 against the loop}, from the leaves of an open step."""
+    errors = {}
+    for site in w.sites:
+        c, grad = site_rows(model, site, truth), site.leaf.grad.double()
+        n = c.shape[1]
+        errors[site.name] = max(float((got - want).norm() / want.norm())
+                                for got, want in ((grad[:n], c.sum(0)), (grad[n:2 * n], c.square().sum(0))))
+    return errors
+
+
+def pair_of(truth, names):
+    """(q, big) of the loop over some parameters."""
+    c = torch.cat([truth[name].flatten(1) for name in names], 1)
+    return float(c.square().sum()), float(c.sum(0).square().sum())
