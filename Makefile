@@ -1,8 +1,9 @@
 # make train: everything from nothing to a trained GPT, its noise scale and a picture.  make test: all tests and the linter.
+# make requirements: do the pinned packages install on a stock Linux machine?
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test clean
+.PHONY: train test requirements clean
 
 train: .venv/ready
 	$(BIN)/python train.py --resume=auto
@@ -10,6 +11,9 @@ train: .venv/ready
 test: .venv/ready-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests
+
+requirements: .venv/ready-test
+	RIGHTBATCH_RESOLVE=1 $(BIN)/python -m pytest -q -k "requirement or pinned" tests/test_package.py
 
 .venv/ready: requirements.txt
 	test -d .venv || $(PYTHON) -m venv .venv

@@ -21,7 +21,7 @@ quartiles over rounds. The tables go to the screen, every number to results/<com
 import argparse
 import sys
 
-from benchmarks import attention, data, grad_stats, kernel, profile, startup, step, triton_compile
+from benchmarks import attention, data, grad_stats, kernel, profile, startup, step, triton_compile, watch
 from configurator import ConfigError, die
 
 # command: what it measures, the file that does; each has arguments(parser) and run(args)
@@ -33,6 +33,7 @@ COMMANDS = {
     "profile": ("a step by its parts, on this CPU", profile),
     "data": ("tokenisation: rate beside tiktoken's own, and memory", data),
     "startup": ("time to the first lines of train.py", startup),
+    "watch": ("what watch adds to a step of GPT-2 and Llama, as transformers has them", watch),
     "grad_stats": ("what grad_stats=True adds to a step", grad_stats)}
 
 

@@ -1,14 +1,14 @@
 """
-What watch costs: training steps of GPT-2 and Llama as transformers has them, watched and not, interleaved in one process.
+bench.py watch: what watching costs. Training steps of GPT-2 and Llama as transformers has them, watched and not,
+interleaved in one process.
 
-    python -m benchmarks.watch [--steps=20] [--fused]      # one JSON line per model and width
+    python bench.py watch [--steps=20] [--fused]      # one JSON line per model and width
 
 Times are of the CPU that the process used, on one thread, so that other work on the machine matters less.
 Needs transformers. "percent": the median over pairs of neighbouring steps of watched / plain - 1, and the middle half of them.
 "taps_percent": the taps' arithmetic alone, run by itself, as a share of the fastest plain step: less noisy.
 """
 
-import argparse
 import copy
 import json
 import statistics
@@ -65,18 +65,15 @@ def tap_seconds(norm, times=30):
     return statistics.median(seconds)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(parser):
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--fused", action="store_true")
-    args = parser.parse_args(argv)
+    parser.add_argument("--fused", action="store_true", help="norm layers computed by our kernels")
+
+
+def run(args):
     torch.set_num_threads(1)
     for width in (256, 512):
         for name, model in models(width):
             options = {"fused": True} if args.fused else {}
             print(json.dumps({"model": name, "width": width, "layers": LAYERS, "batch": B, "tokens": T, **options,
                               **measure(model, args.steps, **options)}), flush=True)
-
-
-if __name__ == "__main__":
-    main()
