@@ -36,12 +36,12 @@ def diverged(run, steps):
     config = run.config
     return (f"stopped at step {run.count.step}: loss or gradient was not finite {steps} steps in a row. Try "
             f"a lower learning_rate (now {config.learning_rate}), a longer warmup_tokens, grad_clip=1.0, "
-            f"dtype=float32 or cos_attn; the last good checkpoint is in {config.out_dir}")
+            f"dtype=float32 or cos_attn; the last good checkpoint, of step {run.saved_step}, is in {config.out_dir}")
 
 
 def stopped(run, number):
     return (f"stopped by {signal.Signals(number).name} at step {run.count.step}; "
-            f"checkpoint saved in {run.config.out_dir}, --resume=True goes on from there")
+            f"checkpoint of step {run.saved_step} in {run.config.out_dir}, --resume=True goes on from there")
 
 
 def describe(row, config, seconds_left):
@@ -75,8 +75,9 @@ def closing(config):
     rows = log.read(config.out_dir)
     steps = [r for r in rows if "train/loss" in r]
     val = [r["val/loss"] for r in rows if r.get("val/loss") is not None] or [float("nan")]
+    loss = "it ended without a finite loss" if log.died(rows) else f"validation loss {val[-1]:.4f}"
     lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps, time "
-                 f"{log.duration(steps[-1]['seconds'])}; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
+                 f"{log.duration(steps[-1]['seconds'])}; {loss} (best {min(val):.4f})."]
     lines += noise_summary(steps, config) + [schedule_summary(rows, steps, config)]
     lines.append(f"Picture: {report.draw(config.out_dir)}    Text: python sample.py {config.out_dir}")
     return "\n".join(lines)
