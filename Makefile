@@ -1,8 +1,9 @@
 # make train: everything from nothing to a trained GPT, its noise scale and a picture.  make test: all tests and the linter.
+# make attack: the long attack on it, a thousand cases.
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test clean
+.PHONY: train test attack clean
 
 train: .venv/ready
 	$(BIN)/python train.py --resume=auto
@@ -10,6 +11,10 @@ train: .venv/ready
 test: .venv/ready-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests
+
+attack: .venv/ready-test
+	$(BIN)/python tests/attack/attack.py --cases=1000 --soak=10000
+	ATTACK_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/attack/test_inputs.py
 
 .venv/ready: requirements.txt
 	test -d .venv || $(PYTHON) -m venv .venv

@@ -409,6 +409,8 @@ def speak_ascii():
 
 def die(error):
     """The one line that a user sees for an expected failure; exit code 2."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # with several processes one of each machine says it
+    local, world = (os.environ.get(name, "") for name in ("LOCAL_RANK", "WORLD_SIZE"))
+    several = local.isdecimal() and world.isdecimal() and int(world) > 1
+    if not (several and int(local) > 0):  # with several processes one of each machine says it
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)

@@ -315,7 +315,7 @@ class DatasetWriter:
 
     def __init__(self, folder, tokenizer):
         self.folder, self.tokenizer, self.files = Path(folder), tokenizer, {}
-        self.lock = lock.only_writer(self.folder, PrepareError, wait=True)
+        self.lock = lock.only_writer(self.folder, PrepareError)
 
     def __enter__(self):
         self.lock.__enter__()

@@ -12,6 +12,7 @@ import torch
 
 from configurator import ConfigError
 from data import tokens
+from trainer import lock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -23,7 +24,9 @@ def find(dataset):
         return folder
     if dataset == "stdlib":
         from data.stdlib import prepare  # embedded: made on the spot, no network
-        said_as_config_error(prepare.prepare)
+        with lock.only_writer(os.path.join(folder, "first"), ConfigError, wait=True):  # of several first runs one makes it
+            if not os.path.isfile(os.path.join(folder, "meta.json")):
+                said_as_config_error(prepare.prepare)
         return folder
     script = os.path.join("data", dataset.split("-")[0], "prepare.py")
     how = f"run python {script}" if os.path.isfile(os.path.join(ROOT, script)) else \
