@@ -46,7 +46,7 @@ def smoothed_loss(tokens, loss, half_life):
 def reach(run, level):
     """{measure: value} where the curve first comes down to `level`, on straight lines between its points; None if never, and
     for a run that died: what it reached is of no use."""
-    if run["died"]:
+    if run.get("died"):
         return None
     below = np.flatnonzero(run["loss"] <= level)
     if not len(below):

@@ -192,10 +192,10 @@ def trouble(path):
 @functools.lru_cache(maxsize=1000)
 def summed(path, size, *_):
     """Compares the checksum, once for each file as it is: a sweep asks many times."""
-    crc, left = 0, size - len(MARK) - 8
-    with open(path, "rb") as f:
-        while left > 0 and (block := f.read(min(left, 1 << 22))):
-            crc, left = zlib.crc32(block, crc), left - len(block)
+    crc, left, block = 0, size - len(MARK) - 8, memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as f:
+        while left > 0 and (n := f.readinto(block[:min(left, len(block))])):
+            crc, left = zlib.crc32(block[:n], crc), left - n
         end = f.read(len(MARK) + 8)
     if not end.startswith(MARK):
         return "it has no checksum at its end, so it was cut short or changed, or this version of train.py did not write it"

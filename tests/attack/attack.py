@@ -276,7 +276,7 @@ class Attack:
         """Nobody reads what it says."""
         out = self.folder()
         reader, writer = os.pipe()
-        child = self.train(out, stdout=writer)
+        child = self.train(out, lambda: os.close(reader), stdout=writer)
         os.close(writer)
         time.sleep(self.rng.uniform(0, 0.5))
         os.close(reader)
