@@ -97,8 +97,9 @@ class Run:
 
     def close(self):
         self.out.close()
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
+        if self.ranks.world == 1:  # else a signal that reaches this rank late would end it before the others are done
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
 
     def event(self, text, ahead=0):
         """A line in log and terminal; `ahead`: it is about the step that comes next."""
