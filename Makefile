@@ -1,9 +1,9 @@
 # make train: everything from nothing to a trained GPT, its noise scale and a picture.  make test: all tests and the linter.
-# make requirements: do the pinned packages install on a stock Linux machine?
+# make requirements: do the pinned packages install on a stock Linux machine?  make attack: the long attack, a thousand cases.
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test requirements clean
+.PHONY: train test requirements attack clean
 
 train: .venv/ready
 	$(BIN)/python train.py --resume=auto
@@ -14,6 +14,10 @@ test: .venv/ready-test
 
 requirements: .venv/ready-test
 	RIGHTBATCH_RESOLVE=1 $(BIN)/python -m pytest -q -k "requirement or pinned" tests/test_package.py
+
+attack: .venv/ready-test
+	$(BIN)/python tests/attack/attack.py --cases=1000 --soak=10000
+	ATTACK_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/attack/test_inputs.py
 
 .venv/ready: requirements.txt
 	test -d .venv || $(PYTHON) -m venv .venv

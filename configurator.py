@@ -35,10 +35,12 @@ CHANGE_WORDS = {FIXED: "", BRANCH: "(may change on a branch)", FREE: "(may chang
 
 # (test, what it asks for)
 AT_LEAST_1 = (lambda v: v >= 1, "must be at least 1")
+UP_TO_A_MILLION = (lambda v: 1 <= v <= 2**20, "must be at least 1 and at most 2^20")
 NOT_NEGATIVE = (lambda v: v >= 0, "must not be negative")
 ABOVE_0 = (lambda v: v > 0, "must be above 0")
 BELOW_1 = (lambda v: 0 <= v < 1, "must be at least 0 and below 1")
 NOT_EMPTY = (bool, "must name a folder")
+LIMIT = 2**63  # of whole numbers: what files and torch hold
 
 
 def opt(default, change, why, choices=None, valid=None):
@@ -61,7 +63,7 @@ class Config:
     parallel: str = opt("ddp", FREE, "with several processes (torchrun): ddp holds everything on each, fsdp shards weights, "
                                      "gradients and optimizer over them (FSDP2), for models that do not fit", ("ddp", "fsdp"))
     # -- model
-    n_layer: int = opt(4, FIXED, "blocks; this size trains to readable code in minutes on a laptop", valid=AT_LEAST_1)
+    n_layer: int = opt(4, FIXED, "blocks; this size trains to readable code in minutes on a laptop", valid=UP_TO_A_MILLION)
     n_head: int = opt(4, FIXED, "attention heads per block", valid=AT_LEAST_1)
     n_embd: int = opt(128, FIXED, "width; a multiple of n_head", valid=AT_LEAST_1)
     block_size: int = opt(128, FIXED, "context in tokens; one example of a batch is one window of this length",
@@ -77,7 +79,7 @@ class Config:
                                                       "compute", ("none", "block"))
     # -- batch
     micro_batch_size: int = opt(8, FREE, "sequences in one forward pass: what fits into memory and is fast; less, and said so, "
-                                         "where batches would not be whole on several devices", valid=AT_LEAST_1)
+                                         "where batches would not be whole on several devices", valid=UP_TO_A_MILLION)
     batch_size: int = opt(32, BRANCH, "sequences in one optimizer step (the last, if scheduled); a multiple of "
                                       "micro_batch_size x processes", valid=AT_LEAST_1)
     batch_schedule: str = opt("linear", BRANCH, "linear: from batch_size_start to batch_size over the run, as in the paper; "
@@ -146,6 +148,8 @@ class Config:
     log_interval: int = opt(10, FREE, "steps between log lines; values wait on the device until then", valid=AT_LEAST_1)
     checkpoint_tokens: int = opt(1_000_000, FREE, "save every so many tokens (and at the end, on Ctrl-C and on SIGTERM)",
                                  valid=NOT_NEGATIVE)
+    keep_checkpoints: int = opt(2, FREE, "the newest ones: should one be damaged, the run goes on from the one before. The one "
+                                         "with the lowest validation loss stays in any case, as ckpt.best.pt", valid=AT_LEAST_1)
     stop_tokens: int = opt(0, FREE, "leave here with a checkpoint, so that --resume=True can go on; 0 = at max_tokens",
                            valid=NOT_NEGATIVE)
     branch_from: str = opt("", FREE, "a run folder: start from its checkpoint, with another batch or learning rate")
@@ -183,48 +187,65 @@ def coerce(name, value, where):
     """The value in its key's type. Integers do for floats, whole floats (1e6) for integers, nothing else is bent."""
     f = FIELDS[name]
     choices = f.metadata["choices"]
+    shown = short(value)
     if f.type in (str, "str"):
         if isinstance(value, bool) and choices and str(value) in choices:
             value = str(value)  # resume=True in a file is the boolean
         if not isinstance(value, str):
-            raise ConfigError(f"{where}: {name}={value!r} must be a string")
+            raise ConfigError(f"{where}: {name}={shown} must be a string")
+        if "\0" in value:
+            raise ConfigError(f"{where}: {name}={shown} must not hold a NUL character")
         if choices and value not in choices:
             near = difflib.get_close_matches(value, choices, n=1)
-            raise ConfigError(f"{where}: {name}={value!r} must be one of {', '.join(choices)}"
+            raise ConfigError(f"{where}: {name}={shown} must be one of {', '.join(choices)}"
                               + (f"; did you mean {near[0]}?" if near else ""))
         return value
     if f.type in (bool, "bool"):
         if not isinstance(value, bool):
-            raise ConfigError(f"{where}: {name}={value!r} must be True or False")
+            raise ConfigError(f"{where}: {name}={shown} must be True or False")
         return value
     if f.type in (tuple, "tuple"):
         value = (value,) if isinstance(value, int) and not isinstance(value, bool) else value
         if not isinstance(value, (tuple, list)) or not all(type(v) is int for v in value):
-            raise ConfigError(f"{where}: {name}={value!r} must be a tuple of block numbers such as (1,) or (0, 2)")
+            raise ConfigError(f"{where}: {name}={shown} must be a tuple of block numbers such as (1,) or (0, 2)")
         return tuple(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{where}: {name}={value!r} must be a number")
+        raise ConfigError(f"{where}: {name}={shown} must be a number")
+    finite = abs(value) < (LIMIT if isinstance(value, int) else math.inf)  # NaN is not
     if f.type in (int, "int"):
-        if value != value or value in (math.inf, -math.inf) or value != int(value):
-            raise ConfigError(f"{where}: {name}={value!r} must be a whole number")
+        if not finite or value != int(value) or abs(value) >= LIMIT:
+            raise ConfigError(f"{where}: {name}={shown} must be a whole number below 2^63")
         return int(value)
-    if not math.isfinite(value):
-        raise ConfigError(f"{where}: {name}={value!r} must be a finite number")
+    if not finite:
+        raise ConfigError(f"{where}: {name}={shown} must be a finite number")
     return float(value)
+
+
+def short(value):
+    """repr, with its middle left out where it is long."""
+    try:
+        text = repr(value)
+    except Exception as e:  # a number of more digits than Python prints; an object of a config file
+        return f"<{type(value).__name__}: {type(e).__name__}>"
+    return text if len(text) <= 100 else f"{text[:60]} ... {text[-20:]}"
 
 
 def read_file(path):
     """{key: value} of every key after a config file has run over the defaults."""
+    if os.path.exists(path) and not os.path.isfile(path):  # a folder, or a pipe that nobody writes to
+        raise ConfigError(f"config file {path}: is not a file")
     try:
         with open(path, encoding="utf-8") as f:
             source = f.read()
+    except UnicodeError as e:
+        raise ConfigError(f"config file {path}: is not UTF-8 text ({e.reason})") from None
     except OSError as e:
         near = difflib.get_close_matches(os.path.basename(path), _config_files(), n=1, cutoff=0.4)
         raise ConfigError(f"config file {path}: {e.strerror}" + (f"; did you mean config/{near[0]}?" if near else "")) from None
     namespace = {name: f.default for name, f in FIELDS.items()}
     try:
         exec(compile(source, path, "exec"), namespace)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise ConfigError(f"config file {path}: {type(e).__name__}: {e}") from None
     values = {}
     for name, value in namespace.items():
@@ -258,7 +279,7 @@ def parse(argv, processes=1):
         if FIELDS[name].type not in (str, "str"):
             try:
                 value = ast.literal_eval(text)
-            except (ValueError, SyntaxError):
+            except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
                 value = text  # coerce says what was expected
         values[name] = coerce(name, value, "command line")
         typed.add(name)
@@ -266,9 +287,18 @@ def parse(argv, processes=1):
     check_values(config)
     config, note = fit(config, processes, typed)
     check_batches(config, processes)
-    if note and os.environ.get("RANK", "0") == "0":
-        print(note, flush=True)
+    if os.environ.get("RANK", "0") == "0":
+        for words in filter(None, (note, without_effect(config, typed))):
+            print(words, flush=True)
     return config
+
+
+def without_effect(c, typed):
+    """Words about what was typed for another batch schedule than the one that is chosen; None if there is no such thing."""
+    meant = {"batch_size_start": ("linear", "gns"), "batch_steps": ("steps",), "batch_file": ("file",)}
+    meant |= {key: ("gns",) for key in FIELDS if key.startswith(("batch_gns_", "batch_objective", "batch_shrink"))}
+    idle = [key for key in meant if key in typed and c.batch_schedule not in meant[key]]
+    return f"{', '.join(idle)}: without effect under batch_schedule={c.batch_schedule}" if idle else None
 
 
 def fit(c, processes, typed):
@@ -353,8 +383,37 @@ def help_text():
     return "\n".join(lines)
 
 
+OUT_OF_MEMORY = ("can't allocate", "cannot allocate memory", "out of memory", "not enough memory", "bad_alloc",
+                 "storage size calculation overflowed", "invalid shape dimension")
+
+
+def explain(error):
+    """The one line for a failure that is not a bug: wrong input, a disk that is full or not writable, too little memory. None
+    for a bug."""
+    if isinstance(error, ConfigError):
+        return str(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}: {error.filename or ''}".rstrip(": ")
+    if isinstance(error, UnicodeEncodeError):  # a path, in a terminal of another encoding
+        return f"{short(error.object)} cannot be written in {error.encoding}: set PYTHONUTF8=1, or take a plain name"
+    if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(
+            words in str(error).lower() for words in OUT_OF_MEMORY):
+        return (f"not enough memory: {short(str(error) or 'MemoryError')}; try a smaller micro_batch_size or model, or "
+                "activation_checkpointing=block")
+    return None
+
+
+def speak_ascii():
+    """A terminal that cannot show a character gets its number, not an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def die(error):
     """The one line that a user sees for an expected failure; exit code 2."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":  # with several processes one of each machine says it
-        print(f"error: {error}", file=sys.stderr)
+    local, world = (os.environ.get(name, "") for name in ("LOCAL_RANK", "WORLD_SIZE"))
+    several = local.isdecimal() and world.isdecimal() and int(world) > 1
+    if not (several and int(local) > 0):  # with several processes one of each machine says it
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)

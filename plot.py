@@ -10,9 +10,13 @@ Pictures of runs, from their log.jsonl alone. Each is a file of plots/.
 """
 
 import argparse
+import signal
 import sys
 
-from configurator import ConfigError, die
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
+
+from configurator import ConfigError, die, explain, speak_ascii
 from plots import compare, layers, report
 
 
@@ -25,6 +29,7 @@ def main(argv=None):
                         help="what --compare goes by: validation loss, or training loss, smoothed")
     parser.add_argument("--layers", action="store_true", help="the inside of one run with gns=exact")
     args = parser.parse_args(argv)
+    speak_ascii()
     if bool(args.compare) == bool(args.out_dirs):
         parser.error("give run folders, or --compare with groups of them")
     try:
@@ -36,8 +41,8 @@ def main(argv=None):
                 print(layers.table(numbers), path, sep="\n")
         else:
             print(report.draw(*args.out_dirs, path=args.out))
-    except ConfigError as e:
-        die(e)
+    except (ConfigError, OSError, UnicodeEncodeError) as e:
+        die(explain(e) or e)
     return 0
 
 

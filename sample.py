@@ -6,7 +6,11 @@ Text from a checkpoint.
 """
 
 import argparse
+import signal
 import sys
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
 
 import torch
 from torch.nn import functional as F
@@ -41,6 +45,14 @@ def generate(model, ids, tokens, temperature, top_k, generator):
     return ids
 
 
+def encode(tokenizer, prompt, vocab_size):
+    """Token ids of a prompt, all of which the model knows."""
+    ids = tokenizer.encode(prompt.encode("utf-8", "replace").decode()).tolist()  # a shell may hand over half a character
+    if max(ids) >= vocab_size:
+        raise ConfigError(f"--prompt: token {max(ids)} is none of the {vocab_size} that the model was trained on")
+    return ids
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir")
@@ -51,15 +63,19 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     args = parser.parse_args(argv)
-    if not args.temperature >= 0 or args.top_k < 1 or args.tokens < 1:
-        parser.error("--temperature must be at least 0, --top_k and --tokens at least 1")
+    configurator.speak_ascii()
+    if not 0 <= args.temperature < float("inf") or args.top_k < 1 or args.tokens < 1 or not 0 <= args.seed < 2**63:
+        parser.error("--temperature and --seed must be at least 0, --top_k and --tokens at least 1")
     try:
         device = hardware.pick_device(args.device)
         model, name = load_model(args.out_dir, device)
         tokenizer = tokens.get_tokenizer(name)
-    except (ConfigError, tokens.PrepareError) as e:
-        configurator.die(e)
-    ids = torch.tensor([tokenizer.encode(args.prompt or "\n").tolist()], device=device)
+        ids = torch.tensor([encode(tokenizer, args.prompt or "\n", model.config.vocab_size)], device=device)
+    except (ConfigError, tokens.PrepareError, OSError, RuntimeError) as e:
+        words = str(e) if isinstance(e, tokens.PrepareError) else configurator.explain(e)
+        if not words:
+            raise
+        configurator.die(words)
     ids = generate(model, ids, args.tokens, args.temperature, args.top_k, torch.Generator().manual_seed(args.seed))
     print(tokenizer.decode(ids[0].tolist()))
     return 0

@@ -21,7 +21,8 @@ arguments alone, so it comes out the same on every process and after a resume.
 
 import math
 import os
-from decimal import Decimal, InvalidOperation
+import stat
+from decimal import Decimal, DecimalException
 
 import gns
 
@@ -200,9 +201,11 @@ class File(Schedule):
             signature = (info.st_mtime_ns, info.st_size)
             if signature == self.signature:
                 return None
+            if not stat.S_ISREG(info.st_mode) or info.st_size > 1e6:  # a pipe would keep the run waiting, a device never ends
+                raise OSError
             with open(self.path, encoding="utf-8") as f:
                 text = f.read()
-        except (OSError, UnicodeDecodeError):
+        except (OSError, ValueError):
             signature, text = None, ""
         self.signature = signature
         return text if text != self.seen else None
@@ -218,6 +221,9 @@ class File(Schedule):
             if not news:
                 raise ValueError("it is missing, empty or not readable as text")
             points = parse_file(news, self.quantum)
+            largest, room = max(batch for _, batch in points), self.config.max_tokens // self.config.block_size
+            if self.text is not None and largest > max(room, self.quantum):
+                raise ValueError(f"a batch of {largest} is more than the {room} sequences of the whole run")
         except ValueError as e:
             if self.text is None:
                 raise
@@ -420,10 +426,10 @@ def parse_count(text):
     number, size = (text[:-1], SUFFIXES[text[-1]]) if text[-1:] in SUFFIXES else (text, 1)
     try:
         value = Decimal(number.replace("_", "")) * size
-    except InvalidOperation:
+    except DecimalException:
         value = None
-    if value is None or not value.is_finite() or value < 0 or value != int(value):
-        raise ValueError(f"'{text}' is not a whole number such as 200, 50k, 1.5M or 2B")
+    if value is None or not value.is_finite() or not 0 <= value < 10**18 or value != int(value):
+        raise ValueError(f"'{text[:40]}' is not a whole number such as 200, 50k, 1.5M or 2B")
     return int(value)
 
 

@@ -13,11 +13,15 @@ loses the trial at work (a run goes on from its checkpoint): the same command do
 """
 
 import argparse
+import contextlib
 import shlex
 import signal
 import sys
 
-from configurator import ConfigError, die
+if __name__ == "__main__":  # until there is something to stop
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+from configurator import ConfigError, die, explain, speak_ascii
 from sweeps import branch, grid, micro, quality
 
 # command: what it finds, its options, the function that answers
@@ -41,22 +45,25 @@ def main(argv=None):
     for name, (what, arguments, _) in COMMANDS.items():
         arguments(commands.add_parser(name, help=what, allow_abbrev=False))
     args, rest = parser.parse_known_args(argv)
+    speak_ascii()
     args.rest, args.asked = rest, shlex.join(["python", "sweep.py", *argv])
 
     def stop(*_):
         raise KeyboardInterrupt
-    before = signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         if args.command == "branch" and rest:
             raise ConfigError(f"command line: {rest[0]}: unknown option of branch")
-        return COMMANDS[args.command][2](args)
-    except ConfigError as e:
-        die(e)
+        with contextlib.ExitStack() as args.held:  # folders that it writes to
+            return COMMANDS[args.command][2](args)
+    except (ConfigError, OSError, UnicodeEncodeError) as e:
+        die(explain(e) or e)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on from here", flush=True)
         return 130
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,13 @@ Behind it: trainer/step.py (gradients, clipping, update), trainer/run.py (counte
 learning rate), model.py. B sequences in a step.
 """
 
+import contextlib
+import signal
 import sys
+
+if __name__ == "__main__":  # until there is something to save, Ctrl-C just ends it
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch
 
@@ -24,16 +30,23 @@ import configurator
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
-from trainer import batches, distributed, hardware, resume, summary
+from trainer import batches, distributed, hardware, lock, log, plan, resume, summary
 from trainer.run import MAX_BAD_STEPS, Run
 from trainer.step import TrainingStep
 
 
 def train(config, ranks, device):
-    """The whole run; returns the exit code."""
+    """The whole run; returns the exit code. Of one folder there is one at a time."""
+    with contextlib.ExitStack() as held:
+        ranks.guard(lambda: ranks.first and held.enter_context(lock.only_writer(config.out_dir, ConfigError)))
+        return train_alone(config, ranks, device)
+
+
+def train_alone(config, ranks, device):
     # -- what could go wrong goes wrong here, before anything is created
     dtype = hardware.prepare(config, device)
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
+    plan.check_memory(config, data.vocab_size, ranks.world, device)
     saved = ranks.guard(lambda: resume.starting_point(config, data, mmap=ranks.world > 1))
     quantum = config.micro_batch_size * ranks.world  # sequences of one micro-step over all processes; batches are multiples
     saved_schedule = None if saved is None or saved.get("branched") else saved["schedule"]
@@ -54,8 +67,8 @@ def train(config, ranks, device):
     del saved  # it may be mapped into memory, and holds its file
     if run.over:
         if ranks.first:
-            print(summary.finished(run))
-        return 0
+            log.say(summary.finished(run))
+        return int(ranks.first and log.died(log.read(config.out_dir)))
     run.open(parameters)
     if not run.resumed:
         with run.clock.paused():
@@ -98,13 +111,13 @@ def train(config, ranks, device):
         with run.clock.paused():
             if run.passed(config.eval_tokens):
                 run.evaluated(validation_loss(step, data))
-            if stopping or run.moved or run.passed(config.checkpoint_tokens):
+            if stopping or run.unsaved or run.passed(config.checkpoint_tokens):
                 run.save()
 
-    run.out.close()
+    run.close()
     if ranks.first:
-        print(summary.closing(config) if run.over else summary.stopped(run, stopping), flush=True)
-    return 0 if run.over else 128 + stopping
+        log.say(summary.closing(config) if run.over else summary.stopped(run, stopping))
+    return int(run.died) if run.over else 128 + stopping
 
 
 @torch.no_grad()
@@ -128,13 +141,13 @@ def validation_loss(step, data):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
+    configurator.speak_ascii()
     if any(a in ("-h", "--help") for a in argv):
-        print(configurator.help_text())
+        log.say(configurator.help_text())
         return 0
     ranks = None
     try:
         if "--plan" in argv:
-            from trainer import plan
             return plan.main(argv)
         config = configurator.parse(argv, distributed.world_size())
         device = hardware.pick_device(config.device)
@@ -142,13 +155,12 @@ def main(argv=None):
         code = train(config, ranks, device)
         ranks.stop()
         return code
-    except ConfigError as e:
-        distributed.report(e, ranks)
     except Exception as e:
+        expected = configurator.explain(e)
+        if isinstance(e, ConfigError) or (expected and not (ranks and ranks.world > 1)):
+            distributed.report(expected, ranks)
         if ranks and ranks.world > 1:
             ranks.fail(e)
-        if isinstance(e, OSError) and e.strerror:  # a full disk, a folder that cannot be written
-            configurator.die(f"{e.strerror}: {e.filename or ''}".rstrip(": "))
         raise
 
 

@@ -8,6 +8,7 @@ train.bin and val.bin are raw little-endian token ids: uint8 (tokenizer "bytes",
 """
 
 import argparse
+import contextlib
 import ctypes
 import errno
 import hashlib
@@ -24,6 +25,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+
+if not __package__:  # run as a script, from anywhere
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from trainer import lock
 
 try:
     import fcntl
@@ -272,7 +278,10 @@ class TokenFile:
 
     def write(self, ids: np.ndarray):
         data = memoryview(np.ascontiguousarray(fit(ids, self.tokenizer))).cast("B")
-        self.file.write(data)
+        try:
+            self.file.write(data)
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(self.path)) from None
         self.sha256.update(data)
         self.tokens += len(ids)
 
@@ -285,7 +294,8 @@ class TokenFile:
         self.file.close()
 
     def discard(self):
-        self.file.close()
+        with contextlib.suppress(OSError):  # a full disk: what it still holds is not wanted
+            self.file.close()
         self.temporary.unlink(missing_ok=True)
 
 
@@ -304,17 +314,23 @@ class DatasetWriter:
     """train.bin, val.bin and meta.json as one unit. An existing dataset stays until the new one is on the disk."""
 
     def __init__(self, folder, tokenizer):
-        self.folder, self.tokenizer = Path(folder), tokenizer
-        self.folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self.folder)
-        self.files = {split: TokenFile(self.folder / f"{split}.bin", tokenizer) for split in SPLITS}
+        self.folder, self.tokenizer, self.files = Path(folder), tokenizer, {}
+        self.lock = lock.only_writer(self.folder, PrepareError)
 
     def __enter__(self):
+        self.lock.__enter__()
+        try:
+            remove_leftovers(self.folder)
+            self.files = {split: TokenFile(self.folder / f"{split}.bin", self.tokenizer) for split in SPLITS}
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *error):
         for file in self.files.values():
             file.discard()
+        self.lock.__exit__(*error)
 
     def write(self, split, ids):
         self.files[split].write(ids)
@@ -348,10 +364,14 @@ class DatasetWriter:
     def replace(self, meta):
         """Between the removal and the return of meta.json the folder counts as incomplete, never as a mix."""
         temporary = self.folder / f"meta.json.{secrets.token_hex(4)}.tmp"
-        with open(temporary, "w", encoding="utf-8") as f:
-            f.write(json.dumps(meta, indent=2) + "\n")
-            f.flush()
-            os.fsync(f.fileno())
+        try:
+            with open(temporary, "w", encoding="utf-8") as f:
+                f.write(json.dumps(meta, indent=2) + "\n")
+                f.flush()
+                os.fsync(f.fileno())
+        except OSError as e:
+            temporary.unlink(missing_ok=True)
+            raise OSError(e.errno, e.strerror, str(self.folder / "meta.json")) from None
         (self.folder / "meta.json").unlink(missing_ok=True)
         for file in self.files.values():
             file.publish()
@@ -381,6 +401,7 @@ def read_meta(folder) -> dict:
     folder = Path(folder)
     try:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        check_meta(meta)
         item = np.dtype(meta["dtype"]).itemsize
         expected = {folder / f"{split}.bin": meta[f"{split}_tokens"] * item for split in SPLITS}
         for path, size in expected.items():
@@ -393,17 +414,55 @@ def read_meta(folder) -> dict:
     return meta
 
 
+def check_meta(meta):
+    """ValueError, KeyError or TypeError where a number, a type or a checksum is none."""
+    for key in ("vocab_size", *(f"{split}_tokens" for split in SPLITS)):
+        if type(meta[key]) is not int or not 0 < meta[key] < 2**48:
+            raise ValueError(f"{key} is {str(meta[key])[:40]!r}, not a whole number above 0")
+    if np.dtype(meta["dtype"]).kind not in "ui":
+        raise ValueError(f"dtype is {meta['dtype']!r}, not one of whole numbers")
+    for key in ("tokenizer", *(f"{split}_sha256" for split in SPLITS)):
+        if not isinstance(meta[key], str):
+            raise ValueError(f"{key} is {str(meta[key])[:40]!r}, not a text")
+
+
 def verify(folder) -> dict:
     """read_meta, and the checksums of all tokens."""
     meta = read_meta(folder)
     for split in SPLITS:
-        path, sha256 = Path(folder) / f"{split}.bin", hashlib.sha256()
-        with open(path, "rb") as f:
-            while block := f.read(1 << 20):
-                sha256.update(block)
-        if sha256.hexdigest() != meta[f"{split}_sha256"]:
-            raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
+        verify_split(folder, split, meta)
     return meta
+
+
+def verify_split(folder, split, meta):
+    path, sha256 = Path(folder) / f"{split}.bin", hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(1 << 20):
+            sha256.update(block)
+    if sha256.hexdigest() != meta[f"{split}_sha256"]:
+        raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
+
+
+def verify_once(folder, meta):
+    """verify, but for files whose size and time are as they were when they were found good (verified.json)."""
+    record = Path(folder) / "verified.json"
+    try:
+        known = json.loads(record.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        known = None
+    good = {}
+    for split in SPLITS:
+        status = (Path(folder) / f"{split}.bin").stat()
+        good[split] = [status.st_size, status.st_mtime_ns, meta[f"{split}_sha256"]]
+        if not (isinstance(known, dict) and known.get(split) == good[split]):
+            if status.st_size > 1e9:
+                print(f"checking {folder}/{split}.bin against its checksum, once", file=sys.stderr, flush=True)
+            verify_split(folder, split, meta)
+    if known != good:
+        temporary = Path(folder) / f"verified.json.{secrets.token_hex(4)}.tmp"
+        with contextlib.suppress(OSError):  # a folder that is not ours to write to: checked at each start
+            temporary.write_text(json.dumps(good), encoding="utf-8")
+            os.replace(temporary, record)
 
 
 # ---------------------------------------------------------------------------------------------- progress

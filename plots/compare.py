@@ -16,16 +16,20 @@ SMOOTHING = 0.02  # half-life of a smoothed training loss, as a share of the run
 
 
 def curve(rows, source):
-    """{"tokens", "steps", "seconds", "loss"} as arrays over the evaluations ("val") or logged steps ("train", smoothed)."""
+    """{"tokens", "steps", "seconds", "loss"} as arrays over the evaluations ("val") or logged steps ("train", smoothed), and
+    whether the run "died"."""
     steps = [r for r in rows if r.get("train/loss") is not None]
     points = steps if source == "train" else [r for r in rows if r.get("val/loss") is not None]
     tokens = np.array([r["tokens"] for r in points], dtype=float)
     loss = np.array([r[f"{source}/loss"] for r in points], dtype=float)
+    if not points:
+        raise ConfigError(f"a run without a finite {source}/loss cannot be compared")
     if source == "train":
         loss = smoothed_loss(tokens, loss, SMOOTHING * tokens[-1])
     clock = ([0, *(r["step"] for r in steps)], [0.0, *(r.get("seconds", np.nan) for r in steps)])
     number = np.array([r["step"] for r in points], dtype=float)
-    return {"tokens": tokens, "steps": number, "seconds": np.interp(number, *clock), "loss": loss}
+    return {"tokens": tokens, "steps": number, "seconds": np.interp(number, *clock), "loss": loss,
+            "died": log.died(rows)}
 
 
 def smoothed_loss(tokens, loss, half_life):
@@ -40,7 +44,10 @@ def smoothed_loss(tokens, loss, half_life):
 
 
 def reach(run, level):
-    """{measure: value} where the curve first comes down to `level`, on straight lines between its points; None if never."""
+    """{measure: value} where the curve first comes down to `level`, on straight lines between its points; None if never, and
+    for a run that died: what it reached is of no use."""
+    if run.get("died"):
+        return None
     below = np.flatnonzero(run["loss"] <= level)
     if not len(below):
         return None
@@ -83,18 +90,23 @@ def comparison(groups, source="auto", levels=40):
         source = "val" if evaluated >= 4 else "train"
     curves = {name: [curve(rows, source) for rows in runs] for name, runs in groups.items()}
     first = next(iter(curves))
-    target = float(max(run["loss"].min() for run in curves[first]))
+    alive = [run for run in curves[first] if not run["died"]]
+    if not alive:
+        raise ConfigError(f"--compare: all runs of {first} ended without a finite loss: nothing to hold the others against")
+    target = float(max(run["loss"].min() for run in alive))
     top = float(min(run["loss"][0] for runs in curves.values() for run in runs))
     bottom = float(max(run["loss"].min() for runs in curves.values() for run in runs))
     losses = sorted({*np.linspace(top, min(bottom, target), levels).tolist(), target}, reverse=True)
     result = {"loss": source, "first": first, "target": target, "groups": {}}
     for name, runs in curves.items():
-        final = spread([next((r["val/loss"] for r in reversed(rows) if r.get("val/loss") is not None), None)
+        final = spread([None if log.died(rows) else
+                        next((r["val/loss"] for r in reversed(rows) if r.get("val/loss") is not None), None)
                         for rows in groups[name]])
         reached = [{"loss": level, **at_level(runs, level)} for level in losses]
         for row, base in zip(reached, result["groups"].get(first, {}).get("levels", reached)):
             row["less"] = {m: less(base[m], row[m]) for m in MEASURES}
-        result["groups"][name] = {"runs": len(runs), "final_val_loss": final, "levels": reached,
+        result["groups"][name] = {"runs": len(runs), "died": sum(run["died"] for run in runs), "final_val_loss": final,
+                                  "levels": reached,
                                   "total": {m: spread([float(run[m][-1]) for run in runs]) for m in MEASURES},
                                   "at_target": next(row for row in reached if row["loss"] == target)}
     return result
@@ -102,10 +114,10 @@ def comparison(groups, source="auto", levels=40):
 
 # -- saying
 
-def cell(value, show):
+def cell(value, show, none="-"):
     """Text of a spread: its mean, lowest and highest in brackets."""
     if value is None:
-        return "-"
+        return none
     return show(value["mean"]) + (f" ({show(value['low'])}-{show(value['high'])})" if value["low"] != value["high"] else "")
 
 
@@ -113,7 +125,8 @@ def table(result):
     what = "validation" if result["loss"] == "val" else "smoothed training"
     cells = [("group", "runs", "tokens", "steps", "seconds", "final val loss", "in all: tokens", "steps")]
     for name, group in result["groups"].items():
-        cells.append((name, str(group["runs"]), *(cell(group["at_target"][m], log.count) for m in MEASURES),
+        runs = f"{group['runs']}, {group['died']} died" if group["died"] else str(group["runs"])
+        cells.append((name, runs, *(cell(group["at_target"][m], log.count) for m in MEASURES),
                       cell(group["final_val_loss"], "{:.4f}".format), cell(group["total"]["tokens"], log.count),
                       cell(group["total"]["steps"], log.count)))
     return (f"To reach a {what} loss of {result['target']:.4f}, which every run of {result['first']} did (mean over seeds, "
@@ -134,7 +147,8 @@ def against(name, group, first):
     """One sentence about a group against the first. Fewer of the one for more of the other is a trade, never a saving."""
     at, base = group["at_target"], first["at_target"]
     if at["reached"] < group["runs"]:
-        return f"{name}: {at['reached']} of {group['runs']} runs got there"
+        died = f", {group['died']} ended without a finite loss" if group["died"] else ""
+        return f"{name}: {at['reached']} of {group['runs']} runs got there{died}"
     tokens, steps = (at["less"][m]["mean"] for m in ("tokens", "steps"))
     text = f"{name}: {percent(tokens, 'tokens')} and {percent(steps, 'steps')}"
     apart = any(at[m]["low"] > base[m]["high"] or at[m]["high"] < base[m]["low"] for m in ("tokens", "steps"))

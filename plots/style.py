@@ -2,8 +2,11 @@
 What all pictures share: colours, axes, the rows of a log they are drawn from; and tables, in text.
 """
 
+import io
+import os
+
 from configurator import ConfigError
-from trainer import log
+from trainer import checkpoint, log
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")  # Okabe & Ito, safe for all eyes
 STYLE = {"font.size": 12, "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -42,8 +45,15 @@ def pyplot():
 
 
 def save(figure, path):
-    figure.savefig(path, dpi=120)
-    pyplot().close(figure)
+    """All of it or nothing: a full disk leaves the old picture."""
+    picture = io.BytesIO()
+    try:
+        figure.savefig(picture, dpi=120, format=os.path.splitext(path)[1][1:].lower() or "png")
+    except ValueError as e:
+        raise ConfigError(f"--out={path}: {e}") from None
+    finally:
+        pyplot().close(figure)
+    checkpoint.write_atomically(str(path), lambda f: f.write(picture.getvalue()))
 
 
 def counts(axis):

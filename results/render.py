@@ -49,6 +49,9 @@ RESULTS = {
         "data": "Tokenisation",
         "startup": "Start-up",
     },
+    "Kept whole": {
+        "attack": "An attack on the trainer",
+    },
     "Sweeps of wikitext2": {
         "sweep_memory": "sweep.py memory",
         "sweep_throughput": "sweep.py throughput",

@@ -17,8 +17,9 @@ import numpy as np
 import schedule
 from configurator import ConfigError
 from plots import compare, style
+from sweeps.common import short
 from sweeps.jobs import read_config, run_all, run_training, tokens_done
-from trainer import checkpoint, log, noise
+from trainer import checkpoint, lock, log, noise
 
 
 def arguments(parser):
@@ -38,6 +39,7 @@ def branch(args):
     base = os.path.join(folder, "base")
     if not 0 < at < config.max_tokens:
         raise ConfigError(f"--at={args.at}: the run goes from 0 to {config.max_tokens} tokens")
+    args.held.enter_context(lock.only_writer(folder, ConfigError))
     if tokens_done(base) < at:
         print(f"taking the run to {log.count(at)} tokens in {base}", flush=True)
         prepare_base(args.run, base, at)
@@ -48,7 +50,7 @@ def branch(args):
     window = window_of(args, config, factors, start, batch)
     jobs = []
     for k in factors:
-        out, changes = os.path.join(folder, f"x{k:g}"), branch_changes(config, batch, k)
+        out, changes = os.path.join(folder, f"x{short(k)}"), branch_changes(config, batch, k)
         if tokens_done(out) < start + window:
             print(f"branch x{k:g}: batch {changes['batch_size']}, learning rate x {k**0.5:.3g}, {log.count(window)} tokens",
                   flush=True)
@@ -56,7 +58,7 @@ def branch(args):
                 config, out_dir=out, branch_from=base, stop_tokens=start + window, resume="auto", **changes))
     run_all(jobs, args.jobs)
 
-    rows = {k: log.read(os.path.join(folder, f"x{k:g}")) for k in factors}
+    rows = {k: log.read(os.path.join(folder, f"x{short(k)}")) for k in factors}
     result = result_of(rows, steps, start, window, batch, args.tolerance)
     checkpoint.write_json(os.path.join(folder, "branch.json"), result)
     draw(result, rows, os.path.join(folder, "branch.png"))
@@ -101,8 +103,10 @@ def prepare_base(run, base, at):
     """Start the base from the run's own checkpoint, if that is not past the point already."""
     if tokens_done(base) < 0 <= tokens_done(run) <= at:
         os.makedirs(base, exist_ok=True)
-        for name in (log.NAME, checkpoint.NAME):  # the checkpoint last: with it, the base counts as begun
-            shutil.copyfile(os.path.join(run, name), os.path.join(base, name))
+        begun = os.path.join(base, checkpoint.NAME)
+        shutil.copyfile(checkpoint.load(run, mmap=True)["path"], begun + ".tmp")  # before the log, which may grow meanwhile
+        shutil.copyfile(os.path.join(run, log.NAME), os.path.join(base, log.NAME))
+        os.replace(begun + ".tmp", begun)  # with it, the base counts as begun
 
 
 def branch_changes(config, batch, k):

@@ -31,7 +31,7 @@ def number(args, name, least=0.0, kind=float):
     text = getattr(args, name)
     try:
         value = kind(text)
-    except ValueError:
+    except (ValueError, OverflowError):
         value = None
     if value is None or not value >= least or value == float("inf"):
         raise ConfigError(f"--{name}={text}: expected a {'whole ' if kind is int else ''}number of at least {least:g}")
@@ -113,6 +113,13 @@ def speed(config, device, dtype, vocab_size):
 
 
 # -- words
+
+def short(value):
+    """A value as part of a name: other values, other names."""
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return str(value).replace("%", "%25").replace("/", "%2F")
+
 
 def size(number):
     return "-" if number is None else f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.0f} MB"

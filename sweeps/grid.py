@@ -94,12 +94,8 @@ def grid(config_file, rest, wandb=False):
         for key in swept:
             if getattr(config, key) not in values[key]:
                 values[key].append(getattr(config, key))
-        wanted["-".join(f"{key}{short(getattr(config, key))}" for key in swept) or "run"] = config
+        wanted["-".join(f"{key}{common.short(getattr(config, key))}" for key in swept) or "run"] = config
     return config, wanted, values
-
-
-def short(value):
-    return f"{value:g}" if isinstance(value, float) else str(value).replace("/", "_")
 
 
 def settings_of(base, swept):
@@ -169,16 +165,16 @@ def rate_at_end(config):
 
 def final_values(rows):
     steps = [r for r in rows if "train/loss" in r]
-    val = [r["val/loss"] for r in rows if r.get("val/loss") is not None]
+    val = [] if log.died(rows) else [r["val/loss"] for r in rows if r.get("val/loss") is not None]
     late = [r["train/loss"] for r in steps[-max(1, len(steps) // 10):] if r["train/loss"] is not None]
     found = noise.noise(steps[-1])
-    return {"val_loss": val[-1] if val else None, "train_loss": float(np.mean(late)) if late else None,
+    return {"val_loss": val[-1] if val else None, "train_loss": float(np.mean(late)) if late and val else None,
             "tokens": steps[-1]["tokens"], "steps": steps[-1]["step"], "seconds": steps[-1]["seconds"],
             "noise_scale": found and found[0]}
 
 
 def label(row, swept):
-    return ", ".join(f"{k} {short(row[k])}" for k in swept if k != "seed") or "the run"
+    return ", ".join(f"{k} {common.short(row[k])}" for k in swept if k != "seed") or "the run"
 
 
 def table(result, swept):
@@ -186,10 +182,10 @@ def table(result, swept):
     rate = ["learning rate"] if "learning_rate" not in keys else []
     cells = [(*keys, *rate, "runs", "validation loss", "train, last tenth", "tokens", "steps", "seconds", "noise scale")]
     for r in result["rows"]:
-        cells.append((*(short(r[k]) for k in keys), *(f"{r['lr']:.3g}" for _ in rate),
-                      str(len(r["runs"])), cell(r["val_loss"], "{:.4f}".format), cell(r["train_loss"], "{:.4f}".format),
-                      cell(r["tokens"], log.count), cell(r["steps"], log.count), cell(r["seconds"], "{:.0f}".format),
-                      cell(r["noise_scale"], "{:.3g}".format)))
+        cells.append((*(common.short(r[k]) for k in keys), *(f"{r['lr']:.3g}" for _ in rate),
+                      str(len(r["runs"])), cell(r["val_loss"], "{:.4f}".format, "not finite"),
+                      cell(r["train_loss"], "{:.4f}".format), cell(r["tokens"], log.count), cell(r["steps"], log.count),
+                      cell(r["seconds"], "{:.0f}".format), cell(r["noise_scale"], "{:.3g}".format)))
     return style.table(cells) + "\n"
 
 
@@ -232,7 +228,7 @@ def draw_ends(ax, rows, keys):
         mean, low, high = (np.array([r["val_loss"][part] for r in members]) for part in ("mean", "low", "high"))
         where = [r[x] if is_number(r[x]) else str(r[x]) for r in members]
         ax.errorbar(where, mean, [mean - low, high - mean], fmt="o-", capsize=3, color=color,
-                    label=", ".join(f"{k} {short(v)}" for k, v in zip(others, key)) or None)
+                    label=", ".join(f"{k} {common.short(v)}" for k, v in zip(others, key)) or None)
     values = sorted({row[x] for row in rows if is_number(row[x])})
     if len(values) == len({row[x] for row in rows}) and values and values[0] > 0:
         style.doublings(ax, values)

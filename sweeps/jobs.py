@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 
 import configurator
 from configurator import Config, ConfigError
-from trainer import checkpoint, hardware, log
+from trainer import checkpoint, hardware, lock, log
 
 TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train.py")
 
@@ -30,7 +30,7 @@ def read_config(run):
     try:
         with open(path, encoding="utf-8") as f:
             values = json.load(f)["config"]
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"{run}: no readable config.json there: is it a run of train.py?") from None
     return Config(**{k: configurator.coerce(k, v, path) for k, v in values.items() if k in configurator.FIELDS})
 
@@ -45,8 +45,11 @@ def run_training(config, alone=True, start=subprocess.Popen, **changes):
         if not alone:
             import train
             with contextlib.redirect_stdout(out):
-                if train.main(arguments) >= 128:  # train.py took the signal and saved
-                    raise KeyboardInterrupt
+                code = train.main(arguments)
+            if code >= 128:  # train.py took the signal and saved
+                raise KeyboardInterrupt
+            if code:
+                raise ConfigError(f"{values['out_dir']}: it ended without a finite loss")
             return
         process = start([sys.executable, TRAIN, *arguments], stdout=out, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL,
                         text=True)
@@ -62,8 +65,7 @@ def run_training(config, alone=True, start=subprocess.Popen, **changes):
 
 def tokens_done(out_dir):
     """Where the checkpoint of a run stands; -1 if there is none."""
-    there = os.path.exists(os.path.join(out_dir, checkpoint.NAME))
-    return checkpoint.load(out_dir, mmap=True)["state"]["tokens"] if there else -1  # without reading the tensors
+    return checkpoint.load(out_dir, mmap=True)["state"]["tokens"] if checkpoint.saved_in(out_dir) else -1
 
 
 def run_all(jobs, at_once):
@@ -90,7 +92,7 @@ class Group:
         """Names of the runs that are not finished. A folder with a run of other settings is an error."""
         names = []
         for name, config in self.wanted.items():
-            if os.path.exists(os.path.join(config.out_dir, checkpoint.NAME)):
+            if checkpoint.saved_in(config.out_dir):
                 same_settings(config, read_config(config.out_dir))
             if tokens_done(config.out_dir) < end_of(config):
                 names.append(name)
@@ -98,12 +100,11 @@ class Group:
 
     def do(self, after_each=lambda: None):
         """Run what is missing. Interrupted, the runs save their checkpoints, and KeyboardInterrupt goes on to the caller."""
-        os.makedirs(self.folder, exist_ok=True)
         names = self.missing()
         print(f"{len(self.wanted) - len(names)} of {len(self.wanted)} runs are done, {len(names)} to do, "
               f"{self.at_once} at a time", flush=True)
         before, started = self.tokens(), time.monotonic()
-        with only_one(self.folder) as self.lock:
+        with lock.only_writer(self.folder, ConfigError) as self.lock:
             if not self.alone:
                 for name in names:
                     self.one(name)
@@ -175,7 +176,7 @@ def newest(out_dir, key="tokens"):
     """The last row of a run's log that has `key`; {} if there is none."""
     try:
         return next((row for row in reversed(log.read(out_dir)) if row.get(key) is not None), {})
-    except OSError:
+    except (OSError, ConfigError):  # only to say how far it is
         return {}
 
 
@@ -185,22 +186,3 @@ def same_settings(config, old, free=None):
     if differ:
         listed = ", ".join(f"{k} is {getattr(config, k)!r}, there it is {getattr(old, k)!r}" for k in differ)
         raise ConfigError(f"{config.out_dir} holds a run with other settings: {listed}; give another --out_dir, or remove it")
-
-
-@contextlib.contextmanager
-def only_one(folder):
-    """A lock on the folder of a sweep for as long as this process, or one that it started with it, lives."""
-    try:
-        import fcntl
-    except ImportError:  # no such thing on Windows
-        yield None
-        return
-    lock = os.open(os.path.join(folder, "lock"), os.O_RDWR | os.O_CREAT)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(f"{folder}: a sweep is at work there, or a run that it started: wait, or stop it") from None
-        yield lock
-    finally:
-        os.close(lock)

@@ -23,7 +23,7 @@ import schedule
 from configurator import ConfigError
 from plots import style
 from sweeps import common, trial
-from trainer import batches, checkpoint, hardware, log, plan
+from trainer import batches, checkpoint, hardware, lock, log, plan
 
 OPTIONS = {"none": "", "block": ", checkpointed"}
 ACCUMULATIONS = (1, 2, 4, 8, 16)
@@ -113,6 +113,8 @@ class Trials:
         self.limit = asked or (int(0.8 * free_memory()) if self.device == "cpu" and free_memory() else None)
         self.folder = os.path.join(self.config.out_dir, "sweep", name)
         self.settings = {**common.settings_of(self.config, self.device, self.vocab_size), "memory_limit": asked}
+        if not args.dry_run:
+            args.held.enter_context(lock.only_writer(self.folder, ConfigError))
         self.rows = Rows(self.folder, args.asked, self.settings, common.machine(self.device), args.retry)
 
     def __call__(self, micro, accum=1, checkpointing="none", compile=False):

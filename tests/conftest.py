@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import subprocess
@@ -19,12 +20,15 @@ TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=4, b
 
 def write_dataset(folder, train, val, vocab_size=256, dtype="uint8", **meta):
     os.makedirs(folder, exist_ok=True)
+    checksums = {}
     for name, ids in (("train", train), ("val", val)):
-        np.asarray(ids, dtype=dtype).tofile(os.path.join(folder, f"{name}.bin"))
+        data = np.asarray(ids, dtype=dtype).tobytes()
+        checksums[f"{name}_sha256"] = hashlib.sha256(data).hexdigest()
+        with open(os.path.join(folder, f"{name}.bin"), "wb") as f:
+            f.write(data)
     with open(os.path.join(folder, "meta.json"), "w") as f:
         json.dump({"format": 1, "vocab_size": vocab_size, "dtype": dtype, "tokenizer": "bytes", "train_tokens": len(train),
-                   "val_tokens": len(val), "train_sha256": f"sum {np.sum(train)}", "val_sha256": "", "source": "test",
-                   **meta}, f)
+                   "val_tokens": len(val), **checksums, "source": "test", **meta}, f)
     return str(folder)
 
 

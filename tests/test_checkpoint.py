@@ -45,16 +45,18 @@ def test_a_checkpoint_cannot_run_code(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "evil"),)
 
-    torch.save({"format": 1, "x": Evil()}, tmp_path / "ckpt.pt")
+    checkpoint.save(str(tmp_path), {"x": Evil()})
     with pytest.raises(ConfigError):
         checkpoint.load(str(tmp_path))
     assert not (tmp_path / "evil").exists()
 
 
-def test_another_format_and_a_missing_file_are_named(tmp_path):
+def test_another_format_and_a_missing_file_are_named(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="no ckpt.pt"):
         checkpoint.load(str(tmp_path))
-    torch.save({"format": 99}, tmp_path / "ckpt.pt")
+    monkeypatch.setattr(checkpoint, "FORMAT", 99)
+    save_some(tmp_path)
+    monkeypatch.undo()
     with pytest.raises(ConfigError, match="format 99"):
         checkpoint.load(str(tmp_path))
 

@@ -442,13 +442,16 @@ def test_a_failure_while_reading_keeps_the_old_dataset(tmp_path):
     assert tokens.verify(tmp_path) == old and len(list(tmp_path.iterdir())) == 3
 
 
-def test_temporary_files_of_a_living_writer_are_left_alone(tmp_path):
+def test_a_second_writer_is_refused_and_leaves_the_living_one_alone(tmp_path):
     with tokens.DatasetWriter(tmp_path, tokens.ByteTokenizer()) as slow:
         slow.write("train", np.zeros(5, np.uint8))
-        small_dataset(tmp_path)
+        with pytest.raises(tokens.PrepareError, match=f"in use by process {os.getpid()} on"):
+            small_dataset(tmp_path)
+        tokens.remove_leftovers(tmp_path)
         slow.write("val", np.ones(5, np.uint8))
         meta = slow.commit(source="slow")
     assert tokens.verify(tmp_path) == meta and meta["source"] == "slow"
+    assert sorted(os.listdir(tmp_path)) == ["meta.json", "train.bin", "val.bin"]
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits the file size")

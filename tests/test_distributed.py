@@ -36,8 +36,8 @@ import train
 from trainer import checkpoint
 train.summary.closing = lambda config: ""  # no pictures here
 real_save = checkpoint.save
-def save(out_dir, state):  # keep every checkpoint
-    real_save(out_dir, state)
+def save(out_dir, state, *how):  # keep every checkpoint
+    real_save(out_dir, state, *how)
     shutil.copy(f"{{out_dir}}/ckpt.pt", f"{{out_dir}}/ckpt-{{state['state']['step']}}.pt")
 checkpoint.save = save
 os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # a rendezvous of its own for each run
@@ -282,7 +282,7 @@ def test_only_rank_0_writes_and_speaks(runs):
     assert out.count("step      3 |") == 14  # each run once; the last stops at step 1
     assert out.count("parameters on cpu") == 15 and out.count("gns_adam is off") == 1
     left = {f.name for f in (runs / "2-ddp-norm").iterdir() if not f.name.startswith("ckpt-")}
-    assert left == {"ckpt.pt", "config.json", "log.jsonl", "step_time.json"}
+    assert left == {"ckpt.pt", "ckpt.1.pt", "ckpt.best.pt", "config.json", "log.jsonl", "step_time.json"}
     assert json.load(open(runs / "2-ddp-norm" / "config.json"))["processes"] == 2
 
 

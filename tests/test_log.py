@@ -72,8 +72,11 @@ def test_lines_after_the_checkpoint_are_dropped_on_resume_and_others_kept(tmp_pa
     first = log.RunLog(config)
     for step in range(5):
         first.write({"step": step, "tokens": step})
+        if step == 2:
+            known = first.state()
     first.close()
-    second = log.RunLog(config, resume_step=2)
+    second = log.RunLog(config, resume_step=2, known=known)
+    assert second.news is None
     second.write({"step": 3, "tokens": 33})
     second.close()
     assert [(r["step"], r["tokens"]) for r in log.read(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 33)]

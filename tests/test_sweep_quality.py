@@ -6,8 +6,9 @@ import pytest
 
 import sweep
 import train
-from sweeps import jobs, quality
-from trainer import log
+from configurator import ConfigError
+from sweeps import quality
+from trainer import lock, log
 
 ARGS = sweep.argparse.Namespace(config=None, rest=[])
 
@@ -91,9 +92,9 @@ def test_quality_runs_train_and_reports_and_is_not_run_twice(tmp_path, tiny_args
 
 
 def test_a_sweep_at_work_is_not_joined_by_a_second(tmp_path):
-    with jobs.only_one(str(tmp_path)):
-        with pytest.raises(jobs.ConfigError, match="a sweep is at work there"):
-            with jobs.only_one(str(tmp_path)):
+    with lock.only_writer(str(tmp_path), ConfigError):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
+            with lock.only_writer(str(tmp_path), ConfigError):
                 pass
-    with jobs.only_one(str(tmp_path)):
+    with lock.only_writer(str(tmp_path), ConfigError):
         pass

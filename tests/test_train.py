@@ -47,7 +47,8 @@ def tree(folder):
 def test_a_run_leaves_log_config_checkpoint_and_picture_and_learns(tmp_path, tiny_args, capsys):
     out = tmp_path / "run"
     assert train.main(tiny_args(out_dir=out)) == 0
-    assert sorted(os.listdir(out)) == ["ckpt.pt", "config.json", "log.jsonl", "report.png", "step_time.json"]
+    assert sorted(os.listdir(out)) == ["ckpt.1.pt", "ckpt.best.pt", "ckpt.pt", "config.json", "log.jsonl", "report.png",
+                                       "step_time.json"]
     rows = log.read(out)
     steps = [r for r in rows if "train/loss" in r]
     assert [r["step"] for r in steps] == list(range(1, len(steps) + 1))
@@ -185,8 +186,9 @@ train.main(sys.argv[1:])
 """
     process = start(tiny_args(out_dir=tmp_path / "killed", **args), kill_in_write)
     process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL and (tmp_path / "killed" / "ckpt.pt.tmp").exists()
+    assert process.returncode == -signal.SIGKILL and len(list((tmp_path / "killed").glob("ckpt.pt.*.tmp"))) == 1
     assert run_script(*tiny_args(out_dir=tmp_path / "killed", resume=True, **args)).returncode == 0
+    assert not list((tmp_path / "killed").glob("*.tmp"))
     assert_same_run(tmp_path / "whole", tmp_path / "killed")
 
 
@@ -198,7 +200,8 @@ def test_a_log_line_cut_off_by_a_kill_is_replaced(tmp_path, tiny_args):
     with open(cut / "log.jsonl", "a") as f:
         f.write('{"step": 99, "tokens": 12')
     saved["state"]["tokens"] = 0  # not finished, so that the resume opens the log
-    log.RunLog(type("C", (), {"out_dir": str(cut), "wandb_log": False})(), resume_step=saved["state"]["step"]).close()
+    config = type("C", (), {"out_dir": str(cut), "wandb_log": False})()
+    log.RunLog(config, saved["state"]["step"], known=saved["log"]).close()
     assert untimed(cut) == untimed(whole)
     assert all(json.loads(line) for line in open(cut / "log.jsonl"))
 
@@ -369,8 +372,11 @@ def test_a_folder_that_cannot_be_made_is_one_clear_line(tmp_path, tiny_args, cap
     assert e.value.code == 2 and "file" in capsys.readouterr().err
 
 
-def test_a_validation_loss_that_is_not_finite_neither_becomes_the_best_nor_breaks_the_summary(tmp_path, tiny_args, monkeypatch):
+def test_a_validation_loss_that_is_not_finite_neither_becomes_the_best_nor_breaks_the_summary(tmp_path, tiny_args, monkeypatch,
+                                                                                                         capsys):
     losses = iter([float("nan"), 3.0, float("nan")])
     monkeypatch.setattr(train, "validation_loss", lambda *_: next(losses))
-    assert train.main(tiny_args(out_dir=tmp_path / "run")) == 0
+    assert train.main(tiny_args(out_dir=tmp_path / "run")) == 1
+    assert "it ended without a finite loss (best 3.0000)" in capsys.readouterr().out
+    assert train.main(tiny_args(out_dir=tmp_path / "run", resume=True)) == 1, "a look at it afterwards says the same"
     assert checkpoint.load(str(tmp_path / "run"))["state"]["best_val_loss"] == 3.0

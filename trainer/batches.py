@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from configurator import ConfigError
+from data import tokens
+from trainer import lock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -22,16 +24,21 @@ def find(dataset):
         return folder
     if dataset == "stdlib":
         from data.stdlib import prepare  # embedded: made on the spot, no network
-        from data.tokens import PrepareError
-        try:
-            prepare.prepare()
-        except PrepareError as e:
-            raise ConfigError(f"dataset='stdlib': {e}") from None
+        with lock.only_writer(os.path.join(folder, "first"), ConfigError, wait=True):  # of several first runs one makes it
+            if not os.path.isfile(os.path.join(folder, "meta.json")):
+                said_as_config_error(prepare.prepare)
         return folder
     script = os.path.join("data", dataset.split("-")[0], "prepare.py")
     how = f"run python {script}" if os.path.isfile(os.path.join(ROOT, script)) else \
         "prepare your own files with python data/text/prepare.py, or take dataset=stdlib"
     raise ConfigError(f"dataset={dataset!r}: no meta.json in {folder}: {how}")
+
+
+def said_as_config_error(function):
+    try:
+        function()
+    except tokens.PrepareError as e:
+        raise ConfigError(str(e)) from None
 
 
 class Dataset:
@@ -43,19 +50,21 @@ class Dataset:
         try:
             with open(os.path.join(self.folder, "meta.json"), encoding="utf-8") as f:
                 self.meta = json.load(f)
+            tokens.check_meta(self.meta)
             self.vocab_size, self.dtype = self.meta["vocab_size"], np.dtype(self.meta["dtype"])
             self.checksum = self.meta["train_sha256"]
-            self.counts = {split: int(self.meta[f"{split}_tokens"]) for split in ("train", "val")}
+            self.counts = {split: self.meta[f"{split}_tokens"] for split in ("train", "val")}
             self.tokenizer = self.meta["tokenizer"]
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
             raise ConfigError(f"dataset={dataset!r}: {self.folder}/meta.json is not readable ({e}): "
                               "prepare the dataset again") from None
         self.tokens = {split: self._open(split) for split in ("train", "val")}
+        said_as_config_error(lambda: tokens.verify_once(self.folder, self.meta))
 
     def _open(self, split):
         path = os.path.join(self.folder, f"{split}.bin")
         expected = self.counts[split]
-        size = os.path.getsize(path) if os.path.exists(path) else None
+        size = os.path.getsize(path) if os.path.isfile(path) else None
         if size is None:
             raise ConfigError(f"{path} is missing: prepare the dataset again")
         if size == 0:
@@ -77,7 +86,7 @@ class Dataset:
     def val_starts(self, windows):
         """A fixed, evenly spaced set of validation windows, so that losses compare across runs."""
         last = len(self.tokens["val"]) - self.block_size - 1
-        return np.unique(np.linspace(0, last, windows).astype(np.int64))
+        return np.unique(np.linspace(0, last, min(windows, last + 1)).astype(np.int64))
 
     def val_batch(self, starts, device):
         return self._windows("val", starts, device)

@@ -1,11 +1,21 @@
 """
 Checkpoints: one dictionary of tensors and plain values in ckpt.pt. Written beside the old one, flushed to the disk, then
 moved over it, so that a kill at any moment leaves a complete file; loaded with weights_only=True.
+
+A file ends with a checksum of all before it, which is compared on load: torch writes CRCs and does not look at them. ckpt.pt
+is the newest, ckpt.1.pt the one before, ckpt.best.pt the saved one with the lowest validation loss. A damaged newest one gives
+way to the one before, in words. Everybody reads through load().
 """
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
+import secrets
+import stat
+import sys
+import zlib
 
 import torch
 
@@ -13,47 +23,199 @@ import configurator
 import schedule
 from configurator import ConfigError
 
-NAME = "ckpt.pt"
-FORMAT = 1
+NAME, BEST = "ckpt.pt", "ckpt.best.pt"
+FORMAT = 2
+MARK = b"\nrightbatch crc32 "  # and eight hex digits: how a checkpoint ends
 
 
-def write_atomically(path, write):
-    """Call write(file) on a temporary neighbour, then put it in place of `path`."""
-    temporary = path + ".tmp"
-    with open(temporary, "wb") as f:
-        write(f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
-    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+# -- files
+
+class Output:
+    """A file that sums up what is written to it, and remembers why it could not be: torch.save tells only that it failed."""
+
+    def __init__(self, file):
+        self.file, self.crc, self.error = file, 0, None
+
+    def write(self, data):
+        try:
+            self.file.write(data)
+        except OSError as e:
+            self.error = e
+            raise
+        self.crc = zlib.crc32(data, self.crc)
+        return len(data)
+
+    def flush(self):
+        self.file.flush()
+
+
+def write_atomically(path, write, ready=lambda: None):
+    """Call write(file) on a temporary neighbour and, once that is on the disk, ready(); then put it in place of `path`. A
+    failure names `path` and leaves nothing behind."""
+    temporary, output = f"{path}.{secrets.token_hex(4)}.tmp", Output(None)
     try:
-        os.fsync(folder)  # the new name survives a power cut, too
+        with open(temporary, "wb") as output.file:
+            write(output)
+            output.flush()
+            os.fsync(output.file.fileno())
+        ready()
+        os.replace(temporary, path)
+        sync_folder(os.path.dirname(path) or ".")  # the new name survives a power cut, too
+    except BaseException as e:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        cause = output.error or e
+        if isinstance(cause, OSError) and cause.strerror:
+            raise OSError(cause.errno, cause.strerror, path) from None
+        raise
+
+
+def sync_folder(path):
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def remove_leftovers(folder):
+    """Temporary files of a process that was killed. For who holds the folder's lock."""
+    for name in os.listdir(folder):
+        if name.endswith(".tmp"):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(folder, name))
 
 
 def write_json(path, value):
     write_atomically(path, lambda f: f.write((json.dumps(value, indent=2) + "\n").encode()))
 
 
-def save(out_dir, state):
-    write_atomically(os.path.join(out_dir, NAME), lambda f: torch.save({"format": FORMAT, **state}, f))
+# -- saving
+
+def numbered(out_dir, age):
+    return os.path.join(out_dir, f"ckpt.{age}.pt" if age else NAME)
+
+
+def save(out_dir, state, keep=1, best=False):
+    def write(f):
+        torch.save({"format": FORMAT, **state}, f)
+        f.write(MARK + b"%08x" % f.crc)
+    write_atomically(numbered(out_dir, 0), write, ready=lambda: rotate(out_dir, keep))
+    if best:
+        also_call(numbered(out_dir, 0), os.path.join(out_dir, BEST))
+
+
+def rotate(out_dir, keep):
+    """Make room for a new ckpt.pt: the one that is there gets a second name, so that there is a ckpt.pt at every moment."""
+    age = keep
+    while os.path.lexists(numbered(out_dir, age)):  # more were kept before
+        os.unlink(numbered(out_dir, age))
+        age += 1
+    for age in range(keep - 1, 0, -1):
+        if age == 1 and os.path.exists(numbered(out_dir, 0)):
+            also_call(numbered(out_dir, 0), numbered(out_dir, 1))
+        elif os.path.exists(numbered(out_dir, age - 1)):
+            os.replace(numbered(out_dir, age - 1), numbered(out_dir, age))
+
+
+def also_call(path, name):
+    """A second name for a file; a second file where the file system has no such thing."""
+    temporary = f"{name}.{secrets.token_hex(4)}.tmp"
+    try:
+        try:
+            os.link(path, temporary)
+        except OSError:
+            import shutil
+            shutil.copyfile(path, temporary)
+        os.replace(temporary, name)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)  # replace leaves it where both were the same file already
+
+
+# -- loading
+
+def saved_in(out_dir):
+    """The checkpoints of a folder, the newest first; ckpt.pt may be missing where somebody removed it."""
+    paths, age = [], 1
+    while os.path.lexists(numbered(out_dir, age)):
+        paths.append(numbered(out_dir, age))
+        age += 1
+    return [path for path in (numbered(out_dir, 0), *paths) if os.path.lexists(path)]
 
 
 def load(out_dir, device="cpu", mmap=False):
-    """mmap: several processes of a machine share one copy in memory; use it up before the next save replaces the file."""
-    path = os.path.join(out_dir, NAME)
-    if not os.path.isfile(path):
+    """The newest checkpoint that is whole; its "path" says which. mmap: several processes of a machine share one copy in
+    memory; use it up before the next save replaces the file."""
+    paths, bad = saved_in(out_dir), []
+    if not paths:
         raise ConfigError(f"{out_dir}: no {NAME} to load there")
+    for path in paths:
+        try:
+            state = read(path, device, mmap)
+        except ConfigError as e:
+            bad.append(str(e))
+            continue
+        if bad:
+            tell(f"{'; '.join(bad)}. Taking the one before instead: {path}")
+        return {**state, "path": path}
+    best = os.path.join(out_dir, BEST)
+    also = f"; {best} has the weights of the lowest validation loss" if os.path.exists(best) and not trouble(best) else ""
+    raise ConfigError("; ".join(bad) + also)
+
+
+def read(path, device, mmap):
+    found = trouble(path)
+    if found:
+        raise ConfigError(f"{path} is not a readable checkpoint: {found}")
     try:
         state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
         version = state["format"]
     except Exception as e:
-        raise ConfigError(f"{path} is not a readable checkpoint ({type(e).__name__}): "
-                          "it is damaged, or not from train.py") from None
+        raise ConfigError(f"{path} is not a readable checkpoint ({type(e).__name__})") from None
     if version != FORMAT:
         raise ConfigError(f"{path} has format {version}, this program reads {FORMAT}")
     return state
+
+
+def trouble(path):
+    """What is wrong with the bytes of a checkpoint, or ''."""
+    try:
+        info = os.stat(path)
+        if not stat.S_ISREG(info.st_mode):
+            return "it is no file"
+        return summed(path, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino)
+    except OSError as e:
+        return e.strerror
+
+
+@functools.lru_cache(maxsize=1000)
+def summed(path, size, *_):
+    """Compares the checksum, once for each file as it is: a sweep asks many times."""
+    crc, left, block = 0, size - len(MARK) - 8, memoryview(bytearray(1 << 20))
+    with open(path, "rb", buffering=0) as f:
+        while left > 0 and (n := f.readinto(block[:min(left, len(block))])):
+            crc, left = zlib.crc32(block[:n], crc), left - n
+        end = f.read(len(MARK) + 8)
+    if not end.startswith(MARK):
+        return "it has no checksum at its end, so it was cut short or changed, or this version of train.py did not write it"
+    return "" if end == MARK + b"%08x" % crc else "it is damaged, its checksum does not match"
+
+
+def promote(out_dir, path):
+    """Make the checkpoint that was read the newest. Damaged ones that came before it stay beside it, as *.damaged."""
+    for newer in saved_in(out_dir):
+        if newer == path:
+            break
+        os.replace(newer, newer + ".damaged")
+    if path != numbered(out_dir, 0):
+        also_call(path, numbered(out_dir, 0))
+
+
+def tell(text):
+    """To the user, on stderr, from one process."""
+    if os.environ.get("RANK", "0") == "0":
+        print(text, file=sys.stderr, flush=True)
 
 
 def check_same_run(state, config, checksum, branch=False):

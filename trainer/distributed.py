@@ -46,7 +46,20 @@ COMMUNICATION = re.compile(r"gloo|nccl|connection|broken pipe|socket|store", re.
 
 def world_size():
     """The number of processes of this run, from torchrun's environment."""
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return environment("WORLD_SIZE", 1, least=1)
+
+
+def environment(name, default=None, least=0):
+    """A whole number that the launcher sets."""
+    text = os.environ.get(name, default)
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number < 2**31:
+        raise ConfigError(f"{name}={text} in the environment: expected a whole number of at least {least}: start with "
+                          f"torchrun, or unset {name}")
+    return number
 
 
 def start(config, device):
@@ -58,13 +71,15 @@ def start(config, device):
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise ConfigError(f"WORLD_SIZE={world} is set, but {', '.join(missing)} is not: start with torchrun")
-    local_rank = int(env.get("LOCAL_RANK", env["RANK"]))
+    rank = environment("RANK")
+    local_rank = environment("LOCAL_RANK", rank)
+    if rank >= world or environment("MASTER_PORT") > 65535:
+        raise ConfigError(f"RANK={rank}, WORLD_SIZE={world}, MASTER_PORT={env['MASTER_PORT']} cannot be: start with torchrun")
     if device == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise ConfigError(f"process {local_rank} of this machine has no device: there are {torch.cuda.device_count()}; "
                               "lower --nproc_per_node")
         torch.cuda.set_device(local_rank)  # "cuda" is this one from here on
-    rank = int(env["RANK"])
     keeps_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=connect(keeps_store), rank=rank,
                             world_size=world, timeout=TIMEOUT)
@@ -213,8 +228,10 @@ class Ranks:
             if now == turn:
                 try:
                     result = function()
-                except ConfigError as e:
-                    error = str(e)
+                except Exception as e:
+                    error = configurator.explain(e)
+                    if error is None:
+                        raise
             if in_turn:
                 self.wait()
         errors = self.everyone(error)
@@ -309,7 +326,11 @@ class Ranks:
         """Any other exception: say on every rank what happened to which one, and end now."""
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and COMMUNICATION.search(str(error))):
             self.watchdog.end(self.watchdog.who_died() or f"communication failed ({first_line(error)})")
-        traceback.print_exception(error)
+        words = configurator.explain(error)
+        if words:
+            print(f"error: rank {self.rank}: {words}", file=sys.stderr)
+        else:
+            traceback.print_exception(error)
         self.watchdog.tell(f"rank {self.rank} failed: {type(error).__name__}: {first_line(error)}")
         leave(1)
 
@@ -326,9 +347,13 @@ def report(error, ranks=None):
     torchrun writes half a screen about each process that fails. So the others, with the same error as rank 0, leave first
     and quietly; what torchrun then says is about rank 0 and ends with the error itself (its error file)."""
     watchdog = ranks and ranks.watchdog
-    if not watchdog and not (world_size() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+    try:
+        world, rank = world_size(), environment("RANK", 0)
+    except ConfigError:
+        world = 1  # the error itself, most likely
+    if not watchdog and not (world > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
         configurator.die(error)  # one process, or no place yet where they could meet
-    rank, mine, error_file = int(os.environ["RANK"]), str(error), os.environ.get("TORCHELASTIC_ERROR_FILE")
+    mine, error_file = str(error), os.environ.get("TORCHELASTIC_ERROR_FILE")
     if rank == 0:
         print(f"error: {mine}", file=sys.stderr, flush=True)
     same = exchange(watchdog, rank, world_size(), mine).get(0) == mine

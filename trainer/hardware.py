@@ -96,6 +96,16 @@ def matmul_ceiling(device, dtype, seconds=0.3, clock=time.perf_counter):
     return 2 * n**3 / best
 
 
+def total_memory(device):
+    """Bytes of the device; None where that is not known."""
+    if device == "cuda":
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if device == "cpu" else None
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def synchronize(device):
     if device == "cuda":
         torch.cuda.synchronize()

@@ -9,50 +9,116 @@ import math
 import os
 import sys
 import time
+import zlib
 
+from configurator import ConfigError
 from trainer import checkpoint
 
 NAME = "log.jsonl"
 
 
 def read(out_dir):
-    """The rows of a run's log; a last line cut off by a kill is left out."""
-    rows = []
-    with open(os.path.join(out_dir, NAME), encoding="utf-8") as f:
-        for line in f:
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
+    """The rows of a run's log; a last line cut off by a kill is left out. Any other line that is no row is an error: what
+    follows from half a log would be wrong in silence."""
+    path = os.path.join(out_dir, NAME)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ConfigError(f"{path} is no file")
+    with open(path, "rb") as f:
+        lines = f.read().split(b"\n")[:-1]
+    rows = [row_of(line) for line in lines]
+    if None in rows:
+        raise ConfigError(f"{path}: line {rows.index(None) + 1} is not a row of a run's log: the file is damaged, or not from "
+                          "train.py")
     return rows
 
 
+def row_of(line):
+    """{key: number, text or None} of a line, None if it is no such thing."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or not {"step", "tokens"} <= row.keys():
+        return None
+    fits = all(isinstance(v, str) if k == "event" else is_number(v) or (v is None and k not in ("step", "tokens"))
+               for k, v in row.items())
+    return row if fits else None
+
+
+def is_number(value):
+    return type(value) in (int, float) and abs(value) < 2**1000
+
+
+def died(rows):
+    """Whether a run has ended without a finite loss: the newest one that it logged is none."""
+    losses = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]
+    return bool(losses) and losses[-1] is None
+
+
+def say(text, end="\n"):
+    """A line in the terminal. Where nobody listens any more (a closed pipe, a lost terminal), the talking ends, not the run."""
+    try:
+        print(text, end=end, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 class RunLog:
-    def __init__(self, config, resume_step=None, wandb_id=None):
-        self.config = config
-        self.path = os.path.join(config.out_dir, NAME)
-        if resume_step is not None:
-            self._drop_after(resume_step)
-        self.file = open(self.path, "w" if resume_step is None else "a", encoding="utf-8")
+    def __init__(self, config, resume_step=None, wandb_id=None, known=None):
+        """known: state() of the log when the checkpoint of resume_step was written; None where the log begins there."""
+        self.config, self.path = config, os.path.join(config.out_dir, NAME)
+        self.size = self.crc = 0
+        self.news = self.reopen(resume_step, known) if known else None  # what is lost of the file, in words
+        self.file = open(self.path, "ab" if known else "wb")
         self.bar = sys.stdout.isatty()
         self.wandb = start_wandb(config, wandb_id) if config.wandb_log else None
 
-    def _drop_after(self, step):
-        """Lines of steps that the checkpoint does not know will be written again by the resumed run."""
-        rows = [r for r in read(self.config.out_dir) if r["step"] <= step] if os.path.exists(self.path) else []
-        text = "".join(json.dumps(r) + "\n" for r in rows)
-        checkpoint.write_atomically(self.path, lambda f: f.write(text.encode()))
+    def reopen(self, step, known):
+        """Go back to the rows that the checkpoint knows: the resumed run writes the later ones again. A file that does not
+        begin with them is kept aside, and what can be read of it is gone on with."""
+        data = b""
+        with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as f:
+            data = f.read()
+        kept, rest = data[:known["size"]], data[known["size"]:]
+        if (len(kept), zlib.crc32(kept)) == (known["size"], known["crc"]):
+            words = None
+            if rest:
+                say(f"{rest.count(10)} rows of the log are newer than the checkpoint, of step {step}: they are written again")
+                os.truncate(self.path, len(kept))
+        else:
+            rows = [row for row in map(row_of, data.split(b"\n")[:-1]) if row and row["step"] <= step]
+            kept = "".join(json.dumps(row) + "\n" for row in rows).encode()
+            aside = self.path + ".damaged"
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.path, aside)
+            checkpoint.write_atomically(self.path, lambda f: f.write(kept))
+            words = (f"{self.path} is not what it was when the checkpoint was written: " + (
+                     f"it is kept as {os.path.basename(aside)}, {len(rows)} rows of it can be read and stay" if data else
+                     "it is gone, the rows before this one are lost"))
+        self.size, self.crc = len(kept), zlib.crc32(kept)
+        return words
 
     def write(self, row):
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        self.file.write(json.dumps(row) + "\n")
-        self.file.flush()
+        line = (json.dumps(row) + "\n").encode()
+        try:
+            self.file.write(line)
+            self.file.flush()
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, self.path) from None
+        self.size, self.crc = self.size + len(line), zlib.crc32(line, self.crc)
         if self.wandb:
             self.wandb.log({k: v for k, v in row.items() if v is not None})
 
+    def state(self):
+        """Size and checksum of the file, which is on the disk then."""
+        os.fsync(self.file.fileno())
+        return {"size": self.size, "crc": self.crc}
+
     def say(self, text):
         """A line in the terminal, above the progress bar."""
-        print(("\r\033[K" if self.bar else "") + text, flush=True)
+        say(("\r\033[K" if self.bar else "") + text)
 
     def event(self, step, tokens, text):
         self.write({"step": step, "tokens": tokens, "event": text})
@@ -62,19 +128,19 @@ class RunLog:
         if self.bar:
             width = 24
             filled = int(share * width)
-            print(f"\r\033[K[{'#' * filled}{'.' * (width - filled)}] {share:4.0%} {text}", end="", flush=True)
+            say(f"\r\033[K[{'#' * filled}{'.' * (width - filled)}] {share:4.0%} {text}", end="")
 
     def close(self):
         self.file.close()
         if self.bar:
-            print("\r\033[K", end="", flush=True)
+            say("\r\033[K", end="")
         if self.wandb:
             self.wandb.finish()
 
 
 class NoLog:
     """What ranks other than the first write to."""
-    bar = wandb = None
+    bar = wandb = news = None
 
     def nothing(self, *_):
         pass
@@ -94,10 +160,14 @@ def start_wandb(config, run_id):
         run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
     except Exception as e:
         why, mode = (str(e) or type(e).__name__).splitlines()[0], "offline"
-        run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
+        try:
+            run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
+        except Exception as e:
+            words = (str(e) or type(e).__name__).splitlines()[0]
+            raise ConfigError(f"wandb_project={config.wandb_project!r}: wandb does not start: {words}; another name, or "
+                              "--wandb_log=False") from None
     if mode == "offline":
-        print(f"wandb: offline ({why}): the run is in {run.dir.removesuffix('/files')}; "
-              "send it later with wandb sync", flush=True)
+        say(f"wandb: offline ({why}): the run is in {run.dir.removesuffix('/files')}; send it later with wandb sync")
     run.define_metric("tokens")
     run.define_metric("*", step_metric="tokens")
     return run

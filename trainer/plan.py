@@ -15,7 +15,7 @@ import os
 import configurator
 import schedule
 from configurator import ConfigError
-from trainer import head_loss
+from trainer import hardware, head_loss
 
 # dense bf16 FLOP/s (V100: fp16) and bytes of memory, as the vendors' data sheets give them
 KINDS = {"V100": (125e12, 32e9), "A100": (312e12, 80e9), "A100-40G": (312e12, 40e9), "A6000": (155e12, 48e9),
@@ -91,6 +91,16 @@ def memory(c, vocab_size, devices, parallel, half):
             "gathered units": 4 * outside + 2 * half * block + (2 * vocab_size * c.n_embd if half == 2 else 0)}
 
 
+def check_memory(c, vocab_size, devices, device):
+    """ConfigError where weights, gradients and optimizer alone are more than the machine has: the system would end the process,
+    without a word, after a while."""
+    need = sum(memory(c, vocab_size, devices, c.parallel, 4).values()) * (devices if device == "cpu" else 1)
+    room = hardware.total_memory(device)
+    if room and need > room:
+        raise ConfigError(f"n_layer={c.n_layer}, n_embd={c.n_embd}: weights, gradients and optimizer take {size(need)}, this "
+                          f"machine has {size(room)}: a smaller model, or more devices with parallel=fsdp")
+
+
 def flops_per_token(c, vocab_size):
     """As GPT.flops_per_token: 6 per weight that multiplies and 6 T C per block for causal attention."""
     return 6 * (c.n_layer * 12 * c.n_embd**2 + vocab_size * c.n_embd) + 6 * c.n_layer * c.block_size * c.n_embd
@@ -106,7 +116,9 @@ def recomputed_flops_per_token(c):
 def steps(c, devices):
     """(steps, tokens, smallest and largest batch) of the whole run, by walking along its batch schedule; where that follows
     what the run measures, the fewest steps there can be."""
-    end = min(c.stop_tokens or c.max_tokens, c.max_tokens)
+    end = c.end_tokens()
+    if end / (min(schedule.kind(c).sizes(c), default=1) * c.block_size) > 1e7:
+        raise ConfigError(f"max_tokens={c.max_tokens}: more than ten million steps, which is no plan")
     return configurator.batch_schedule(c, c.micro_batch_size * devices).walk(end, c.block_size)
 
 

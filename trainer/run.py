@@ -8,14 +8,17 @@ import signal
 from dataclasses import asdict, dataclass
 
 import numpy as np
+import torch
 
 import schedule
 from configurator import ConfigError
 from rightbatch.tracker import crossed, named
-from trainer import checkpoint, hardware, log, noise, step_time, summary
+from trainer import checkpoint, hardware, log, noise, resume, step_time, summary
 from trainer.step import fetch
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
+BLOWN_UP = 1.5  # times the loss of an untrained model: no run that learns is there
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @dataclass
@@ -25,6 +28,8 @@ class Counters:
     tokens: int = 0
     examples: int = 0
     best_val_loss: float | None = None
+    best_saved_loss: float | None = None  # of the checkpoint that is kept as the best
+    first_loss: float | None = None  # before the first step
     bad_steps: int = 0
     bad_in_a_row: int = 0
     seconds: float = 0.0
@@ -39,7 +44,11 @@ class Run:
         self.count, self.end = Counters(), config.end_tokens()
         self.branched, self.resumed = bool(saved and saved.get("branched")), bool(saved and not saved.get("branched"))
         self.pending, self.last = [], {}  # records on the device; numbers of the newest step that was fetched
-        self.out, self.signals, self.moved = log.NoLog(), [], False
+        self.out, self.signals, self.handlers = log.NoLog(), [], {}
+        self.unsaved, self.saved_step = False, None  # whether the next step must be saved; the step of the newest checkpoint
+        self.val_loss = None  # of the weights as they are
+        self.died = self.blown_up = False  # the newest evaluation was not finite; the loss is far too high, which has been said
+        self.known = {key: saved.get(key) for key in ("log", "path", "arithmetic")} if self.resumed else {}
         ranks.seed(config.seed, 0)
         self.streams_go_on = True
         if saved:
@@ -50,7 +59,7 @@ class Run:
             step.timer.load_state_dict(saved.get("step_time"))
             self.streams_go_on = ranks.restore_rng(saved["rng"], config.seed, self.count.step)
         if self.branched:
-            self.count.best_val_loss = self.count.wandb_id = None
+            self.count.best_val_loss = self.count.best_saved_loss = self.count.wandb_id = None
 
     @property
     def over(self):
@@ -60,24 +69,39 @@ class Run:
 
     def open(self, parameters):
         """Create the folder, or go on with its log; say what will be done. From here on signals wait for the end of a step."""
-        config, ranks, step, goes_on = self.config, self.ranks, self.step, self.resumed or self.branched
+        config, ranks, step = self.config, self.ranks, self.step
         if ranks.first:
-            os.makedirs(config.out_dir, exist_ok=True)
+            checkpoint.remove_leftovers(config.out_dir)
+            if self.resumed:
+                checkpoint.promote(config.out_dir, self.known["path"])
+                self.saved_step = self.count.step
             checkpoint.write_json(os.path.join(config.out_dir, "config.json"),
                                   {"config": asdict(config), **hardware.facts(step.device), "processes": ranks.world,
                                    "dtype": str(step.dtype).removeprefix("torch."), "parameters": parameters,
                                    "data": self.data.meta})
-            self.out = log.RunLog(config, resume_step=self.count.step if goes_on else None, wandb_id=self.count.wandb_id)
+            self.out = log.RunLog(config, self.count.step, self.count.wandb_id, self.known.get("log"))
         self.count.wandb_id = self.out.wandb.id if self.out.wandb else self.count.wandb_id
         self.ceiling = hardware.matmul_ceiling(step.device, step.dtype) * ranks.world
         for line in summary.opening(self, parameters):
             self.out.say(line)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _frame: self.signals.append(number))
+        for number in SIGNALS:
+            if number in SIGNALS[:2] or signal.getsignal(number) != signal.SIG_IGN:  # nohup: a lost terminal is no news
+                self.handlers[number] = signal.signal(number, lambda number, _frame: self.signals.append(number))
         self.clock = log.Clock(self.count.seconds)
         self.opened = self.logged = Mark(self.count.step, self.count.tokens, self.clock.seconds())
         if self.branched:
             self.event(f"branched from {config.branch_from} at {self.count.tokens} tokens")
+        self.event(self.out.news)
+        self.event(resume.differences(self.known.get("arithmetic"), self.arithmetic()))
+
+    def arithmetic(self):
+        return resume.arithmetic(self.config, self.ranks, self.step)
+
+    def close(self):
+        self.out.close()
+        if self.ranks.world == 1:  # else a signal that reaches this rank late would end it before the others are done
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
 
     def event(self, text, ahead=0):
         """A line in log and terminal; `ahead`: it is about the step that comes next."""
@@ -85,27 +109,41 @@ class Run:
             self.out.event(self.count.step + ahead, self.count.tokens, text)
 
     def save(self):
-        """Fetch pending numbers, then write the checkpoint. Every rank must call it."""
+        """Fetch pending numbers, then write the checkpoint. Every rank must call it. Weights of a run that is going wrong never
+        replace good ones: then the next good step is saved."""
         self.fetch()
         self.count.seconds = self.clock.seconds()
-        ranks, step = self.ranks, self.step
+        ranks, step, count = self.ranks, self.step, self.count
         whole = {"model": ranks.whole_model(step.model), "optimizer": ranks.whole_optimizer(step.optimizer),
                  "rng": ranks.rng_state()}
-        self.moved = False
-        if ranks.first:
-            cost = step_time.row(step.timer.estimate())
-            if cost:
-                checkpoint.write_json(os.path.join(self.config.out_dir, "step_time.json"), cost)
-            checkpoint.save(self.config.out_dir, {
-                **whole, "scaler": step.optimizer.scaler.state_dict(), "state": asdict(self.count), "gns": step.state_dict(),
-                "step_time": step.timer.state_dict(), "schedule": self.batches.state_dict(), "config": asdict(self.config),
-                "vocab_size": self.data.vocab_size, "data": self.data.meta, "data_checksum": self.data.checksum})
+        skips = 2 if step.dtype == torch.float16 else 0  # its loss scale is found by steps that overflow
+        sound = count.bad_in_a_row <= skips and ranks.from_first(lambda: all_finite(whole))
+        if not sound and not self.unsaved:
+            self.event(f"no checkpoint at step {count.step}: the newest steps or the weights are not finite; the one of step "
+                       f"{self.saved_step} stays")
+        self.unsaved = not sound
+        if not sound:
+            return
+        best = self.val_loss is not None and (count.best_saved_loss is None or self.val_loss < count.best_saved_loss)
+        count.best_saved_loss = self.val_loss if best else count.best_saved_loss
+        self.saved_step = count.step
+        if not ranks.first:
+            return
+        cost = step_time.row(step.timer.estimate())
+        if cost:
+            checkpoint.write_json(os.path.join(self.config.out_dir, "step_time.json"), cost)
+        checkpoint.save(self.config.out_dir, {
+            **whole, "scaler": step.optimizer.scaler.state_dict(), "state": asdict(count), "gns": step.state_dict(),
+            "step_time": step.timer.state_dict(), "schedule": self.batches.state_dict(), "config": asdict(self.config),
+            "vocab_size": self.data.vocab_size, "data": self.data.meta, "data_checksum": self.data.checksum,
+            "log": self.out.state(), "arithmetic": self.arithmetic()}, self.config.keep_checkpoints, best)
 
     # -- after a step
 
     def advance(self, record, lr, accum):
         """Count the step; its numbers stay on the device until fetch."""
         self.pending.append(record)
+        self.val_loss = None
         self.before, self.lr, self.accum, self.batch_size = self.count.tokens, lr, accum, record.batch_size
         self.count.step += 1
         self.count.tokens += record.tokens
@@ -136,7 +174,7 @@ class Run:
                                       "bad_steps": count.bad_steps, "lr": self.lr, "batch_size": self.batch_size, **self.last,
                                       **averages})
         if count.bad_in_a_row >= MAX_BAD_STEPS:
-            self.out.close()
+            self.close()
             raise ConfigError(summary.diverged(self, MAX_BAD_STEPS))
 
     def log_step(self, beta2, weight_decay):
@@ -158,23 +196,47 @@ class Run:
         self.out.write(row)
         speed = (seconds - self.opened.seconds) / (count.tokens - self.opened.tokens)
         self.out.say(summary.describe(row, config, max(0, self.end - count.tokens) * speed))
+        self.look_for_blow_up(self.last["loss"])
         self.logged = Mark(count.step, count.tokens, seconds)
         # Decide at log steps only: a resumed run must decide at the same steps.
         if self.at_log_line() and count.tokens < config.max_tokens:
             before, was = self.batches.at(count.tokens), schedule.saturated(self.batch_size, config, count.noise)
             count.noise = noise.noise(row) or count.noise
             self.event(self.batches.observe(count.tokens, noise.noise(row), cost))
-            self.moved = self.batches.by_time and self.batches.at(count.tokens) != before
+            self.unsaved |= self.batches.by_time and self.batches.at(count.tokens) != before
             if schedule.saturated(self.batch_size, config, count.noise) and not was:
                 self.event(f"learning rate: batch {self.batch_size} is above the noise scale's interval; lr_scaling stays at "
                            f"its upper end, {count.noise[2]:.4g}")
 
+    def look_for_blow_up(self, loss):
+        """Weights may blow up without a value that is not finite: said once, and again after a recovery."""
+        start = self.count.first_loss
+        blown_up = start is not None and loss > BLOWN_UP * start
+        if blown_up and not self.blown_up:
+            self.event(f"the loss, {loss:.4g}, is far above the {start:.4g} that it began with: the weights have blown up. Try "
+                       f"a lower learning_rate or a longer warmup_tokens; {checkpoint.BEST} holds the best weights so far")
+        self.blown_up = blown_up
+
     def evaluated(self, loss):
         count = self.count
+        self.val_loss = loss if np.isfinite(loss) else None
+        if count.step == 0:
+            count.first_loss = self.val_loss
+        self.died = self.val_loss is None
         if count.best_val_loss is None or not loss >= count.best_val_loss:
             count.best_val_loss = loss if np.isfinite(loss) else count.best_val_loss
-        self.out.write({"step": count.step, "tokens": count.tokens, "val/loss": loss, "val/ppl": float(np.exp(loss))})
+        with np.errstate(over="ignore"):  # of a loss above 700
+            perplexity = float(np.exp(loss))
+        self.out.write({"step": count.step, "tokens": count.tokens, "val/loss": loss, "val/ppl": perplexity})
         self.out.say(f"step {count.step:>6} | validation loss {loss:.4f}, best {count.best_val_loss or loss:.4f}")
+
+
+def all_finite(whole):
+    """Whether weights and optimizer state are numbers."""
+    parts = whole["optimizer"].get("parts", [whole["optimizer"]])
+    tensors = [*whole["model"].values(), *(t for part in parts for state in part["state"].values() for t in state.values())]
+    ends = [end.float() for t in tensors if torch.is_tensor(t) and t.is_floating_point() for end in torch.aminmax(t.detach())]
+    return bool(torch.isfinite(torch.stack([end.to(ends[0].device) for end in ends])).all())
 
 
 @dataclass

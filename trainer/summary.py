@@ -46,12 +46,12 @@ def diverged(run, steps):
     config = run.config
     return (f"stopped at step {run.count.step}: loss or gradient was not finite {steps} steps in a row. Try "
             f"a lower learning_rate (now {config.learning_rate}), a longer warmup_tokens, grad_clip=1.0, "
-            f"dtype=float32 or cos_attn; the last good checkpoint is in {config.out_dir}")
+            f"dtype=float32 or cos_attn; the last good checkpoint, of step {run.saved_step}, is in {config.out_dir}")
 
 
 def stopped(run, number):
     return (f"stopped by {signal.Signals(number).name} at step {run.count.step}; "
-            f"checkpoint saved in {run.config.out_dir}, --resume=True goes on from there")
+            f"checkpoint of step {run.saved_step} in {run.config.out_dir}, --resume=True goes on from there")
 
 
 def describe(row, config, seconds_left):
@@ -87,8 +87,9 @@ def closing(config):
     if not steps:
         return f"{config.out_dir}: no step was logged (log_interval={config.log_interval})."
     val = [r["val/loss"] for r in rows if r.get("val/loss") is not None] or [float("nan")]
+    loss = "it ended without a finite loss" if log.died(rows) else f"validation loss {val[-1]:.4f}"
     lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps, time "
-                 f"{log.duration(steps[-1]['seconds'])}; validation loss {val[-1]:.4f} (best {min(val):.4f})."]
+                 f"{log.duration(steps[-1]['seconds'])}; {loss} (best {min(val):.4f})."]
     lines += advice.right_batch(config.out_dir) + noise_summary(steps, config) + [schedule_summary(rows, steps, config)]
     lines.append(f"Picture: {report.draw(config.out_dir)}    Text: python sample.py {config.out_dir}    "
                  f"Other batches: python whatif.py {config.out_dir}")

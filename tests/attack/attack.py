@@ -1,0 +1,491 @@
+"""
+An attack on the trainer: kills, damaged files, pairs of starts, bad input, full disks, lost terminals. One table at the end.
+
+    python tests/attack/attack.py                     # the short one, part of the tests
+    python tests/attack/attack.py --cases=1000        # make attack
+    python tests/attack/attack.py --root=elsewhere    # another checkout
+    python tests/attack/attack.py --only=flips --seed=3
+
+A case survives if what comes out is, bit for bit, what comes out without the attack. It is refused if the process ends with
+one line of words, or says what is lost. All else has failed: a traceback, a hang, a result that changed in silence, a lost row.
+Each case is a fork of this process, which has torch loaded, so it takes a fraction of a second. What is random follows a seed.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+
+TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, micro_batch_size=4, batch_size=16, batch_size_start=4,
+            max_tokens=6400, warmup_tokens=320, gns_half_life_tokens=1000, gns_calibrate_tokens=800, eval_tokens=1600,
+            eval_iters=4, log_interval=1, checkpoint_tokens=640, dropout=0.1, device="cpu", dtype="float32", compile="False")
+TIMED = {"dt_ms", "tok_per_sec", "mfu", "seconds"}
+SECONDS = 60  # a case that takes longer hangs
+GARBAGE = ["", "-1", "0", "1e400", "9" * 25, "9" * 400, "9" * 5000, "nan", "-inf", "1e18", "1e9", "True", "None", "()",
+           "(" * 300, "(1,", "[1, 'a']", "{}", "'", "\\", "ä", "\udcff", "a\nb", "/dev/null", "/dev/zero", "..", "x" * 5000,
+           "0x10", "1_0", "1j", "0.5"]
+TEXTS = [b"", b"\0", b"\xff\xfe", b"\0" * 4096, b"[" * 100_000, b"{}", b"[]", b"null", b"1", b'"x"', b"raise KeyError",
+         b"import sys; sys.exit(3)", b"batch_size = 10**400", b"seed = 9e999", b"lr = 1", b"out_dir = 'a\\0b'",
+         b"n_layer = print", b"1e9999999 8", b"0 1e9999999", b"0 8\n0 8", b"0:8"]
+
+
+# -- processes
+
+def dataset(folder):
+    rng = random.Random(0)
+    os.makedirs(folder)
+    meta = {"format": 1, "vocab_size": 64, "dtype": "uint8", "tokenizer": "bytes"}
+    for split, n in (("train", 4000), ("val", 1000)):
+        ids, now = bytearray(), 0
+        for _ in range(n):
+            now = (now + rng.choice([1, 3, 7])) % 64
+            ids.append(now)
+        with open(os.path.join(folder, f"{split}.bin"), "wb") as f:
+            f.write(ids)
+        meta |= {f"{split}_tokens": n, f"{split}_sha256": hashlib.sha256(ids).hexdigest()}
+    with open(os.path.join(folder, "meta.json"), "w") as f:
+        json.dump(meta, f)
+    return folder
+
+
+class Child:
+    """train.py in a fork of this process."""
+
+    def __init__(self, work, arguments, prepare=lambda: None, env=None, stdout=None):
+        self.errors, self.output = (os.path.join(work, f"{name}-{random.random()}") for name in ("stderr", "stdout"))
+        self.started = time.monotonic()
+        self.pid = os.fork()
+        if self.pid:
+            return
+        code = 70
+        try:
+            out = os.open(self.output, os.O_WRONLY | os.O_CREAT) if stdout is None else stdout
+            os.dup2(out, 1)
+            os.dup2(os.open(self.errors, os.O_WRONLY | os.O_CREAT), 2)
+            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+            os.environ.update(env or {})
+            prepare()
+            import train
+            code = train.main(arguments)
+        except SystemExit as e:
+            code = e.code
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code if isinstance(code, int) else 1)
+
+    def wait(self, seconds=SECONDS):
+        """The exit code, negative for a signal, None for a hang, which is ended."""
+        while time.monotonic() - self.started < seconds:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+                return self.code
+            time.sleep(0.005)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        self.code = None
+        return None
+
+    def error(self):
+        with contextlib.suppress(OSError), open(self.errors, encoding="utf-8", errors="replace") as f:
+            return f.read()
+        return ""
+
+
+# -- the oracle
+
+def result(out):
+    """What a run leaves: rows without times, and weights."""
+    from trainer import checkpoint, log
+    rows = [{k: v for k, v in row.items() if k not in TIMED and not k.startswith("step_time/")} for row in log.read(out)]
+    return rows, checkpoint.load(out)["model"]
+
+
+def same(a, b):
+    import torch
+    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(torch.equal(a[1][k], b[1][k]) for k in a[1])
+
+
+def refusal(child):
+    """Why a process that ended early is no good, or '' if it said what is wrong in one line."""
+    if child.code is None:
+        return "hang"
+    text = child.error()
+    lines = [line for line in text.splitlines() if line.startswith("error: ")]
+    if "Traceback" in text:
+        return "traceback: " + text.strip().splitlines()[-1][:150]
+    good = child.code == 2 and len(lines) == 1 and text.endswith(lines[0] + "\n")
+    return "" if good else f"exit {child.code}: {text[-150:]!r}"
+
+
+class Attack:
+    def __init__(self, work, rng):
+        self.work, self.rng, self.number = work, rng, 0
+        self.data = dataset(os.path.join(work, "data"))
+        self.whole = self.folder()
+        assert self.train(self.whole).wait() == 0, "a run without an attack"
+        self.reference = result(self.whole)
+        self.stopped = self.folder()  # some checkpoints, half of the way
+        assert self.train(self.stopped, stop_tokens=3200).wait() == 0
+
+    def folder(self, like=None):
+        self.number += 1
+        path = os.path.join(self.work, str(self.number))
+        if like:
+            shutil.copytree(like, path)
+        return path
+
+    def train(self, out, prepare=lambda: None, env=None, stdout=None, more=(), **changes):
+        values = {**TINY, "dataset": self.data, "out_dir": out, "resume": "auto", **changes}
+        return Child(self.work, [*(f"--{k}={v}" for k, v in values.items()), *more], prepare, env, stdout)
+
+    def outcome(self, child, out):
+        """Of a run that should have come to its end."""
+        child.wait()
+        if child.code != 0:
+            bad = refusal(child)
+            return ("failed", bad) if bad else ("refused", "")
+        try:
+            if same(result(out), self.reference):
+                return "survived", ""
+        except Exception as e:
+            return "failed", f"unreadable result: {e}"
+        log = os.path.join(out, "log.jsonl")
+        said = os.path.exists(log + ".damaged") or "it is gone" in open(log).read()
+        return ("refused", "kept aside") if said else ("failed", "silent change")
+
+    def resumed(self, out):
+        return self.outcome(self.train(out), out)
+
+    # -- one case of each kind
+
+    def kills(self):
+        """At any moment, from the start on; then on to the end."""
+        out = self.folder()
+        for _ in range(self.rng.randint(1, 3)):
+            child = self.train(out)
+            time.sleep(self.rng.uniform(0, 0.8))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+            child.wait()
+        return self.resumed(out)
+
+    def kills_in_writes(self):
+        """Before or after a write to a file, an fsync, a replace."""
+        out, nth, before = self.folder(), self.rng.randint(1, 40), self.rng.random() < 0.5
+        name = self.rng.choice(["fsync", "replace", "link", "unlink"])
+
+        def prepare():
+            real, calls = getattr(os, name), [0]
+
+            def deadly(*args, **kwargs):
+                calls[0] += 1
+                if calls[0] == nth and before:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                value = real(*args, **kwargs)
+                if calls[0] == nth:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return value
+            setattr(os, name, deadly)
+        self.train(out, prepare).wait()
+        return self.resumed(out)
+
+    def flips(self):
+        """One bit of a checkpoint."""
+        return self.damaged("ckpt.pt", lambda data: flip(data, self.rng))
+
+    def holes(self):
+        """Zeros, a cut, foreign content, in checkpoint or log."""
+        name = self.rng.choice(["ckpt.pt", "log.jsonl", "config.json"])
+
+        def change(data):
+            at = self.rng.randrange(len(data))
+            return self.rng.choice([data[:at] + bytes(min(4096, len(data) - at)) + data[at + 4096:], data[:at], None,
+                                    self.rng.choice(TEXTS), data[:at] + b"garbage\n" + data[at:], flip(data, self.rng)])
+        return self.damaged(name, change)
+
+    def damaged(self, name, change):
+        out = self.folder(self.stopped)
+        path = os.path.join(out, name)
+        with open(path, "rb") as f:
+            data = change(f.read())
+        os.unlink(path)
+        if data is not None:
+            with open(path, "wb") as f:
+                f.write(data)
+        return self.resumed(out)
+
+    def foreign(self):
+        """A checkpoint that torch can read and train.py did not write."""
+        import torch
+        out = self.folder(self.stopped)
+        path = os.path.join(out, "ckpt.pt")
+        state = torch.load(path, weights_only=True)
+        for key in self.rng.sample(list(state), self.rng.randint(0, 3)):
+            state[key] = self.rng.choice([None, {}, [], "x", -1, torch.zeros(2)])
+        os.unlink(path)
+        torch.save(self.rng.choice([state, {"model": state["model"]}, state["model"], [1], "x"]), path)
+        return self.resumed(out)
+
+    def pairs(self):
+        """Two starts into one folder."""
+        out = self.folder()
+        children = [self.train(out)]
+        time.sleep(self.rng.choice([0, 0, 0.05, 0.3]))
+        children.append(self.train(out))
+        codes = [child.wait() for child in children]
+        for child in children:
+            if child.code != 0 and (bad := refusal(child)):
+                return "failed", bad
+        if 0 not in codes:
+            return "failed", f"nobody ran: {codes}"
+        try:
+            return ("survived", "") if same(result(out), self.reference) else ("failed", "a mix of two runs")
+        except Exception as e:
+            return "failed", f"unreadable result: {e}"
+
+    def signals(self):
+        """A terminal that is lost, Ctrl-C, SIGTERM; then on to the end."""
+        out, number = self.folder(), self.rng.choice([signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+        child = self.train(out)
+        log = os.path.join(out, "log.jsonl")
+        while child.started + SECONDS > time.monotonic() and not (os.path.exists(log) and os.path.getsize(log) > 2000):
+            time.sleep(0.005)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+        child.wait()
+        if child.code not in (0, 128 + number):
+            return "failed", f"{number.name}: exit {child.code}, nothing saved"
+        return self.resumed(out)
+
+    def pipes(self):
+        """Nobody reads what it says."""
+        out = self.folder()
+        reader, writer = os.pipe()
+        child = self.train(out, lambda: os.close(reader), stdout=writer)
+        os.close(writer)
+        time.sleep(self.rng.uniform(0, 0.5))
+        os.close(reader)
+        return self.outcome(child, out)
+
+    def full_disks(self):
+        """No file may grow beyond some size: refused by name, nothing left over, and on to the end with more room."""
+        out, limit = self.folder(self.stopped if self.rng.random() < 0.5 else None), self.rng.randint(0, 60_000)
+
+        def prepare():
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        child = self.train(out, prepare)
+        child.wait()
+        if child.code != 0:
+            bad = refusal(child)
+            if bad and limit > 1000:  # below, there is no room for the error itself
+                return "failed", bad
+            left = [name for name in (os.listdir(out) if os.path.isdir(out) else []) if name.endswith(".tmp")]
+            if left:
+                return "failed", f"left over: {left}"
+            if out not in child.error() and limit > 1000:
+                return "failed", f"names no file: {child.error()[-150:]!r}"
+        return self.resumed(out)
+
+    def inputs(self):
+        """A value, a config file, a dataset, an environment: runs, or one line, and then nothing has changed."""
+        rng, out, more, env, changes = self.rng, self.folder(), [], {}, {}
+        import configurator
+        kind = rng.choice(["value", "value", "value", "file", "meta", "bin", "environment", "batch file", "log"])
+        keys = [k for k in configurator.FIELDS if k not in ("max_tokens", "out_dir", "device", "wandb_log")]
+        path = os.path.join(self.work, f"input-{self.number}")
+        if kind == "value":
+            changes = {rng.choice(keys): rng.choice(GARBAGE) for _ in range(rng.choice([1, 1, 2]))}
+        elif kind == "environment":
+            env = {name: rng.choice(["abc", "-1", "0", "", "9" * 30, "1.5"]) for name in
+                   rng.sample(["WORLD_SIZE", "RANK", "LOCAL_RANK", "OMP_NUM_THREADS", "MASTER_PORT"], 2)}
+        elif kind in ("file", "batch file"):
+            if rng.random() < 0.2:
+                os.mkfifo(path)
+            else:
+                with open(path, "wb") as f:
+                    f.write(rng.choice(TEXTS))
+            more, changes = ([path], {}) if kind == "file" else ([], {"batch_schedule": "file", "batch_file": path})
+        elif kind in ("meta", "bin"):
+            shutil.copytree(self.data, path)
+            if kind == "meta":
+                with open(os.path.join(path, "meta.json")) as f:
+                    meta = json.load(f)
+                meta[rng.choice(list(meta))] = rng.choice(["x", -1, 0, None, [], {}, 1.5, 10**30, "float32", True])
+                with open(os.path.join(path, "meta.json"), "w") as f:
+                    json.dump(meta, f)
+            else:
+                name = os.path.join(path, rng.choice(["train.bin", "val.bin"]))
+                with open(name, "rb") as f:
+                    data = flip(f.read(), rng)
+                with open(name, "wb") as f:
+                    f.write(data)
+            changes = {"dataset": path}
+        else:
+            os.makedirs(out)
+            with open(os.path.join(out, "log.jsonl"), "wb") as f:
+                f.write(rng.choice(TEXTS) + b"\n")
+        before = tree(out)
+        child = self.train(out, env=env, more=[*more, "--stop_tokens=64"], **changes)
+        child.wait(20)
+        if child.code is None and os.path.exists(os.path.join(out, "ckpt.pt")):
+            return "survived", "it trains, slowly"
+        if child.code == 0:
+            return ("failed", f"a damaged {kind} was trained on") if kind == "bin" else ("survived", "")
+        bad = refusal(child)
+        if not bad and tree(out) != before and not os.path.exists(os.path.join(out, "config.json")):
+            bad = f"left something in {sorted(tree(out))}"
+        return ("failed", f"{kind} {changes or env or more} {bad}"[:400]) if bad else ("refused", "")
+
+    def edits(self):
+        """A schedule in a file, edited badly while the run goes on."""
+        out, path = self.folder(), os.path.join(self.work, f"schedule-{self.number}")
+        with open(path, "w") as f:
+            f.write("0 4\n6400 16\n")
+        child = self.train(out, batch_schedule="file", batch_file=path)
+        time.sleep(self.rng.uniform(0.1, 0.6))
+        os.unlink(path)
+        if self.rng.random() < 0.3:
+            os.mkfifo(path)
+        else:
+            with open(path, "wb") as f:
+                f.write(self.rng.choice([*TEXTS, b"0 4000000000000", b"0 -4", b"1e400 4"]))
+        child.wait()
+        if child.code == 0:
+            return "survived", ""
+        return ("failed", bad) if (bad := refusal(child)) else ("refused", "")
+
+    def divergence(self):
+        """A learning rate that is far too high: weights that are no numbers never take the place of good ones."""
+        import torch
+
+        from trainer import checkpoint
+        out = self.folder()
+        child = self.train(out, learning_rate=10.0 ** self.rng.randint(3, 38), min_lr=1, warmup_tokens=0, grad_clip=0)
+        child.wait()
+        if child.code not in (0, 1) and (bad := refusal(child)):
+            return "failed", bad
+        finite = all(torch.isfinite(v).all() for v in checkpoint.load(out)["model"].values())
+        if not finite:
+            return "failed", "the checkpoint is not finite"
+        losses = [json.loads(line) for line in open(os.path.join(out, "log.jsonl"))]
+        last = [row[key] for row in losses for key in ("train/loss", "val/loss") if key in row][-1]
+        if child.code == 0 and last is None:
+            return "failed", "a run that ended without a finite loss ends with 0"
+        return ("survived", "") if child.code == 0 else ("refused", "")
+
+
+def flip(data, rng):
+    data = bytearray(data)
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    return bytes(data)
+
+
+def tree(folder):
+    found = {}
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with open(os.path.join(path, name), "rb") as f:
+                found[name] = f.read()
+    return found
+
+
+def soak(attack, steps):
+    """Descriptors and memory of a long run, at a tenth of the way and at its end."""
+    out, marks = attack.folder(), []
+    child = attack.train(out, max_tokens=steps * 16, micro_batch_size=1, batch_size=1, batch_size_start=1, log_interval=100,
+                         eval_tokens=steps * 4, checkpoint_tokens=steps, gns_calibrate_tokens=0, warmup_tokens=16)
+    log = os.path.join(out, "log.jsonl")
+    while os.waitpid(child.pid, os.WNOHANG)[0] == 0:
+        with contextlib.suppress(OSError):
+            rows = sum(1 for _ in open(log))
+            memory = int(open(f"/proc/{child.pid}/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            marks.append((rows, memory, len(os.listdir(f"/proc/{child.pid}/fd"))))
+        time.sleep(0.2)
+    first = next(m for m in marks if m[0] >= steps // 1000)
+    grown, files = marks[-1][1] / first[1] - 1, marks[-1][2] - first[2]
+    good = grown < 0.05 and files <= 1
+    return ("survived" if good else "failed"), f"{steps} steps: memory {grown:+.1%}, descriptors {files:+d}"
+
+
+# how many of a hundred cases each kind gets
+KINDS = {"kills": 10, "kills_in_writes": 10, "flips": 15, "holes": 10, "foreign": 5, "pairs": 6, "signals": 5, "pipes": 2,
+         "full_disks": 6, "inputs": 25, "edits": 3, "divergence": 3}
+
+
+def run(attack, counts, show=print):
+    table = {}
+    for kind, count in counts.items():
+        row = table[kind] = {"tried": 0, "survived": 0, "refused": 0, "failed": 0, "why": []}
+        for _ in range(count):
+            try:
+                outcome, why = getattr(attack, kind)()
+            except Exception as e:
+                outcome, why = "failed", f"the attack met {type(e).__name__}: {e}"
+            row["tried"] += 1
+            row[outcome] += 1
+            if outcome == "failed":
+                row["why"].append(why)
+        show(line(kind, row))
+        for why in sorted(set(row["why"]))[:5]:
+            show(f"    {why}")
+    return table
+
+
+def line(kind, row):
+    return f"{kind:<16}" + "".join(f"{row[key]:>10}" for key in ("tried", "survived", "refused", "failed"))
+
+
+def main(argv=None):
+    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--root", default=here, help="the checkout to attack")
+    parser.add_argument("--only", choices=tuple(KINDS))
+    parser.add_argument("--soak", type=int, default=0, help="and a run of so many steps, whose memory must not grow")
+    parser.add_argument("--out", help="a JSON file for the table")
+    args = parser.parse_args(argv)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sys.path.insert(0, os.path.abspath(args.root))
+    import torch
+
+    from plots import report
+    from trainer import hardware
+    torch.set_num_threads(1)
+    hardware.matmul_ceiling = lambda *_, **__: 1e12  # measures for 0.3 s
+    report.draw = lambda out_dir: ""  # not every run's picture
+    counts = {kind: max(1, round(share * args.cases / 100)) for kind, share in KINDS.items() if args.only in (None, kind)}
+    print(f"{'':<16}{'tried':>10}{'survived':>10}{'refused':>10}{'failed':>10}")
+    with tempfile.TemporaryDirectory() as work:
+        attack = Attack(work, random.Random(args.seed))
+        table = run(attack, counts, lambda text: print(text, flush=True))
+        if args.soak:
+            outcome, words = soak(attack, args.soak)
+            table["soak"] = {"tried": 1, "survived": 0, "refused": 0, "failed": 0, outcome: 1, "why": [words]}
+            print(line("soak", table["soak"]) + f"    {words}")
+    total = {key: sum(row[key] for row in table.values()) for key in ("tried", "survived", "refused", "failed")}
+    print(line("in all", total))
+    if args.out:
+        with open(args.out, "w") as f:
+            json.dump({"total": total, "kinds": table}, f, indent=1)
+    return 1 if total["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

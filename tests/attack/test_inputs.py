@@ -1,0 +1,141 @@
+"""Whatever a user types, whatever lies in the files and the environment: it begins to train, or it is one line and exit code 2,
+and then nothing has changed on the disk. Found by a generator, not from a list."""
+
+import json
+import os
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import configurator
+import train
+from tests.conftest import TINY
+from trainer import checkpoint, log
+
+quick = settings(max_examples=int(os.environ.get("ATTACK_EXAMPLES", 100)), deadline=None, derandomize=True,
+                 suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class BeganError(Exception):
+    """All input was accepted: the model would be made."""
+
+
+@pytest.fixture
+def start(tmp_path, tiny_data, monkeypatch, capsys):
+    """start(arguments): whether it began. Raises where the one rule is broken."""
+    def began(*_):
+        raise BeganError
+
+    def tree(folder):
+        return {os.path.join(d, f): open(os.path.join(d, f), "rb").read() for d, _, files in os.walk(folder) for f in files}
+    monkeypatch.setattr(train, "GPT", began)
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments, **keys):
+        capsys.readouterr()
+        before = tree(tmp_path)
+        typed = [f"--{k}={v}" for k, v in {"dataset": tiny_data, "out_dir": tmp_path / "new" / "run", **TINY, **keys}.items()]
+        try:
+            train.main([*arguments, *typed])
+        except BeganError:
+            return True
+        except SystemExit as e:
+            said = capsys.readouterr().err
+            assert e.code == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+            assert len(said) < 5000
+            assert tree(tmp_path) == before and not (tmp_path / "new").exists()
+            return False
+        raise AssertionError("it neither began nor said why not")
+    return call
+
+
+FILES = ("out_dir", "wandb_log", "dataset", "batch_file", "branch_from", "resume")
+KEYS = st.sampled_from([k for k in configurator.FIELDS if k not in FILES])
+NUMBERS = st.one_of(st.integers(), st.integers(-10, 1000), st.floats(), st.integers(10**18, 10**500)).map(repr)
+VALUES = st.one_of(NUMBERS, st.text(max_size=30), st.lists(st.integers(-2, 5), max_size=3).map(str),
+                   st.sampled_from(["True", "False", "None", "auto", "(" * 250, "9" * 5000, "1e400", "-0.0", "1_000", "0x10"]))
+TEXT = st.one_of(st.binary(max_size=60), st.text(max_size=60).map(lambda t: t.encode("utf-8", "surrogatepass")))
+
+
+@quick
+@given(values=st.dictionaries(KEYS, VALUES, min_size=1, max_size=3))
+def test_any_values_of_any_keys(start, values):
+    start(**values)
+
+
+@quick
+@given(key=KEYS, value=st.one_of(NUMBERS, st.text(max_size=20).map(repr), st.sampled_from(
+    ["print", "object()", "[[]]", "10**400", "None", "1j", "b'x'", "{}", "lambda: 1", "float('nan')", "type('X', (), {})()"])),
+    more=TEXT)
+def test_any_config_file(start, tmp_path, key, value, more):
+    path = tmp_path / "config.py"
+    path.write_bytes(f"{key} = {value}\n".encode("utf-8", "surrogatepass") + more)
+    start(str(path))
+
+
+@quick
+@given(values=st.dictionaries(st.sampled_from(["WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT", "OMP_NUM_THREADS"]),
+                              st.text(st.characters(exclude_characters="\0", codec="utf-8"), max_size=8).filter(
+                                  lambda t: not t.strip().isdigit() or int(t) < 2), min_size=1))
+def test_any_environment(start, monkeypatch, values):
+    with monkeypatch.context() as patch:
+        for name, value in values.items():
+            patch.setenv(name, value)
+        assert not start() or values.get("WORLD_SIZE", "1").strip() == "1"
+
+
+JSON = st.recursive(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=10)),
+                    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=5), inner, max_size=2))
+
+
+@quick
+@given(key=st.sampled_from(["vocab_size", "dtype", "tokenizer", "train_tokens", "val_tokens", "train_sha256", "val_sha256"]),
+       value=JSON)
+def test_any_meta_json(start, tmp_path, tiny_data, key, value):
+    folder = tmp_path / "data"
+    folder.mkdir(exist_ok=True)
+    meta = json.load(open(os.path.join(tiny_data, "meta.json")))
+    for name in ("train.bin", "val.bin"):
+        (folder / name).write_bytes(open(os.path.join(tiny_data, name), "rb").read())
+    (folder / "meta.json").write_text(json.dumps({**meta, key: value}))
+    (folder / "verified.json").unlink(missing_ok=True)
+    assert not start(dataset=folder) or key == "tokenizer" or value == meta[key] or key == "vocab_size"
+    (folder / "meta.json").write_text(json.dumps(value))
+    assert not start(dataset=folder)
+
+
+@quick
+@given(lines=st.lists(st.one_of(TEXT, JSON.map(lambda v: json.dumps(v).encode())), min_size=1, max_size=3))
+def test_any_log_is_read_or_refused_in_words(start, tmp_path, lines):
+    out = tmp_path / "logged"
+    out.mkdir(exist_ok=True)
+    (out / "log.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    start(out_dir=out)
+    try:
+        rows = log.read(out)
+    except configurator.ConfigError as e:
+        assert "line" in str(e)
+    else:
+        assert all(isinstance(row["step"], (int, float)) for row in rows)
+
+
+@quick
+@given(content=TEXT, marked=st.booleans())
+def test_any_checkpoint_that_train_did_not_write(start, tmp_path, content, marked):
+    out = tmp_path / "saved"
+    out.mkdir(exist_ok=True)
+    (out / "ckpt.pt").unlink(missing_ok=True)
+    (out / "ckpt.pt").write_bytes(content)
+    if marked:  # even with a checksum that fits
+        checkpoint.write_atomically(str(out / "ckpt.pt"), lambda f: (f.write(content), f.write(
+            checkpoint.MARK + b"%08x" % f.crc)))
+    assert not start(out_dir=out, resume="auto")
+
+
+@quick
+@given(text=st.one_of(st.text(max_size=40), st.tuples(NUMBERS, NUMBERS).map(" ".join)))
+def test_any_batch_file(start, tmp_path, text):
+    path = tmp_path / "schedule.txt"
+    path.write_text(text, encoding="utf-8", errors="replace")
+    start(batch_schedule="file", batch_file=path)

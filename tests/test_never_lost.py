@@ -1,0 +1,289 @@
+"""What keeps a run whole, mechanism by mechanism. tests/attack/ has the same from outside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import configurator
+import sample
+import schedule
+import train
+from configurator import Config, ConfigError
+from plots import compare
+from sweeps import common, grid
+from tests.conftest import ROOT, write_dataset
+from trainer import batches, checkpoint, lock, log, resume
+from trainer.run import all_finite
+
+
+def step_of(out):
+    return checkpoint.load(str(out))["state"]["step"]
+
+
+# -- one writer
+
+def test_a_lock_names_its_holder_ends_with_it_and_leaves_nothing(tmp_path):
+    folder = tmp_path / "a" / "b"
+    with lock.only_writer(folder, ConfigError):
+        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
+            with lock.only_writer(folder, ConfigError):
+                pass
+        assert os.listdir(folder) == ["lock"]
+    assert not (tmp_path / "a").exists()
+
+
+def test_a_lock_outlives_neither_a_kill_nor_a_left_over_file(tmp_path):
+    code = ("import os, signal, sys; sys.path.insert(0, sys.argv[1]); from trainer import lock\n"
+            "with lock.only_writer(sys.argv[2], OSError): os.kill(os.getpid(), signal.SIGKILL)")
+    assert subprocess.run([sys.executable, "-c", code, ROOT, str(tmp_path)]).returncode == -signal.SIGKILL
+    assert (tmp_path / "lock").exists()
+    with lock.only_writer(tmp_path, ConfigError):
+        pass
+
+
+def test_a_run_beside_a_living_one_is_refused_also_with_resume_auto(tmp_path, tiny_args, capsys):
+    train.main(tiny_args(out_dir=tmp_path / "run", max_tokens=640))
+    capsys.readouterr()
+    with lock.only_writer(tmp_path / "run", ConfigError), pytest.raises(SystemExit):
+        train.main(tiny_args(out_dir=tmp_path / "run", max_tokens=640, resume="auto"))
+    assert "in use by process" in capsys.readouterr().err
+
+
+# -- checkpoints
+
+def save_three(folder, keep):
+    for step in (1, 2, 3):
+        checkpoint.save(str(folder), {"state": {"step": step}}, keep, best=step == 1)
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("keep, kept", [(1, []), (2, ["ckpt.1.pt"]), (3, ["ckpt.1.pt", "ckpt.2.pt"])])
+def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path, keep, kept):
+    save_three(tmp_path, 3)
+    save_three(tmp_path, keep)
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "ckpt.best.pt", "ckpt.pt"])
+    found = [checkpoint.read(tmp_path / name, "cpu", False)["state"]["step"] for name in ("ckpt.pt", *kept, "ckpt.best.pt")]
+    assert found == [*range(3, 3 - keep, -1), 1]
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before_and_says_so(tmp_path, capsys):
+    save_three(tmp_path, 2)
+    damage(tmp_path / "ckpt.pt")
+    state = checkpoint.load(str(tmp_path), mmap=True)
+    assert state["state"]["step"] == 2 and "its checksum does not match" in capsys.readouterr().err
+    checkpoint.promote(str(tmp_path), state["path"])
+    assert step_of(tmp_path) == 2 and capsys.readouterr().err == "" and (tmp_path / "ckpt.pt.damaged").exists()
+    damage(tmp_path / "ckpt.pt")
+    (tmp_path / "ckpt.1.pt").write_bytes(b"")
+    with pytest.raises(ConfigError, match="ckpt.best.pt has the weights"):
+        checkpoint.load(str(tmp_path))
+
+
+def test_every_flipped_bit_is_found(tmp_path):
+    save_three(tmp_path, 1)
+    path = tmp_path / "ckpt.pt"
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    for _ in range(300):
+        data = bytearray(whole)
+        data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+        path.unlink()
+        path.write_bytes(data)
+        checkpoint.summed.cache_clear()
+        with pytest.raises(ConfigError):
+            checkpoint.load(str(tmp_path))
+
+
+def test_a_full_disk_names_the_file_and_leaves_no_part_of_it(tmp_path, monkeypatch):
+    save_three(tmp_path, 1)
+
+    def full(self, data):
+        self.error = OSError(28, "No space left on device")
+        raise self.error
+    monkeypatch.setattr(checkpoint.Output, "write", full)
+    with pytest.raises(OSError, match="No space left on device.*ckpt.pt'"):
+        save_three(tmp_path, 1)
+    assert sorted(os.listdir(tmp_path)) == ["ckpt.best.pt", "ckpt.pt"]
+
+
+def test_the_best_checkpoint_is_of_the_lowest_validation_loss(tmp_path, tiny_args, monkeypatch):
+    losses = iter([3.0, 2.0, 2.5, 4.0, 2.2, 9.0, 9.0])
+    monkeypatch.setattr(train, "validation_loss", lambda *_: next(losses))
+    train.main(tiny_args(out_dir=tmp_path, eval_tokens=800, checkpoint_tokens=800))
+    best = checkpoint.read(tmp_path / "ckpt.best.pt", "cpu", False)
+    row = next(r for r in log.read(tmp_path) if r.get("val/loss") == 2.0)
+    assert best["state"]["step"] == row["step"] < step_of(tmp_path) and best["state"]["best_saved_loss"] == 2.0
+
+
+# -- divergence
+
+def test_what_is_not_finite_is_seen_in_weights_and_moments():
+    state = {"exp_avg": torch.zeros(3), "step": torch.tensor(1.0)}
+    whole = {"model": {"w": torch.ones(3)}, "optimizer": {"parts": [{"state": {0: state}}]}}
+    assert all_finite(whole)
+    for tensor in (whole["model"]["w"], state["exp_avg"]):
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            tensor[1] = bad
+            assert not all_finite(whole)
+            tensor[1] = 1.0
+
+
+def test_a_run_whose_weights_are_lost_keeps_its_last_good_checkpoint_and_ends_badly(tmp_path, tiny_args, capsys):
+    with pytest.raises(SystemExit) as e:
+        train.main(tiny_args(out_dir=tmp_path, learning_rate=1e38, min_lr=1, warmup_tokens=0, grad_clip=0,
+                             checkpoint_tokens=64))
+    assert e.value.code == 2
+    saved = checkpoint.load(str(tmp_path))
+    assert all(torch.isfinite(v).all() for v in saved["model"].values())
+    assert f"last good checkpoint, of step {saved['state']['step']}," in capsys.readouterr().err
+    assert any("no checkpoint at step" in r.get("event", "") for r in log.read(tmp_path)) and log.died(log.read(tmp_path))
+
+
+def test_a_loss_far_above_where_it_began_is_said_once(tmp_path, tiny_args):
+    train.main(tiny_args(out_dir=tmp_path, learning_rate=3.0, min_lr=3.0, warmup_tokens=0, grad_clip=0))
+    assert sum("far above the 4." in r.get("event", "") for r in log.read(tmp_path)) >= 1
+
+
+def dead_rows():
+    steps = [{"step": i, "tokens": 100 * i, "train/loss": 3.0 - 0.1 * i, "val/loss": 3.0 - 0.1 * i, "seconds": float(i)}
+             for i in range(1, 8)]
+    return steps, [*steps, {"step": 8, "tokens": 800, "train/loss": None, "val/loss": None, "seconds": 8.0}]
+
+
+def test_a_dead_run_reaches_nothing_and_wins_nothing():
+    alive, dead = dead_rows()
+    assert log.died(dead) and not log.died(alive) and not log.died([*dead, alive[0]])
+    result = compare.comparison({"good": [alive], "bad": [dead, alive]})
+    group = result["groups"]["bad"]
+    assert group["died"] == 1 and group["at_target"]["reached"] == 1 and group["final_val_loss"] is None
+    assert "2, 1 died" in compare.table(result) and "1 ended without a finite loss" in compare.verdict(result)
+    with pytest.raises(ConfigError, match="all runs of bad ended without"):
+        compare.comparison({"bad": [dead], "good": [alive]})
+    assert grid.final_values(dead)["val_loss"] is None and grid.final_values(alive)["val_loss"] == pytest.approx(2.3)
+
+
+# -- the log
+
+def started_log(tmp_path):
+    run_log = log.RunLog(Config(out_dir=str(tmp_path)))
+    for step in range(4):
+        run_log.write({"step": step, "tokens": step, "train/loss": 1.0})
+    known = run_log.state()
+    run_log.close()
+    return known, tmp_path / "log.jsonl"
+
+
+@pytest.mark.parametrize("harm", [lambda text: text[:-20], lambda text: "\0" * 40 + text[40:], lambda text: "garbage\n" + text,
+                                  lambda text: text.replace("1.0", "2.0", 1)])
+def test_a_log_that_changed_is_kept_aside_with_a_word(tmp_path, harm):
+    known, path = started_log(tmp_path)
+    path.write_text(harm(path.read_text()))
+    changed = path.read_bytes()
+    again = log.RunLog(Config(out_dir=str(tmp_path)), 3, known=known)
+    again.close()
+    assert "is kept as log.jsonl.damaged" in again.news and (tmp_path / "log.jsonl.damaged").read_bytes() == changed
+    assert all(row["step"] <= 3 for row in log.read(tmp_path))
+
+
+def test_a_log_that_is_gone_is_said(tmp_path):
+    known, path = started_log(tmp_path)
+    path.unlink()
+    assert "it is gone" in log.RunLog(Config(out_dir=str(tmp_path)), 3, known=known).news
+
+
+def test_a_bad_line_in_the_middle_is_an_error_and_a_torn_last_one_is_not(tmp_path):
+    _, path = started_log(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"step": 9, "tok')
+    assert len(log.read(tmp_path)) == 4
+    path.write_bytes(b"\0\0\n" + whole)
+    with pytest.raises(ConfigError, match="line 1 is not a row"):
+        log.read(tmp_path)
+
+
+# -- signals and terminals
+
+def test_a_closed_pipe_ends_the_talking_not_the_run(tmp_path, tiny_args):
+    command = f'"{sys.executable}" "{ROOT}/train.py" "$@" | true; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(["bash", "-c", command, "bash", *tiny_args(out_dir=tmp_path)], capture_output=True, text=True,
+                          env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+    assert done.returncode == 0 and done.stderr == "" and log.read(tmp_path)[-1]["tokens"] >= 3200
+
+
+def test_a_run_gives_the_signals_back(tmp_path, tiny_args):
+    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    train.main(tiny_args(out_dir=tmp_path, max_tokens=320))
+    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+# -- data, schedules, resume, names
+
+def test_a_flipped_bit_in_the_data_is_found_once_and_a_good_file_is_read_once(tmp_path, monkeypatch):
+    folder = write_dataset(tmp_path / "data", np.arange(500) % 64, np.arange(100) % 64)
+    batches.Dataset(folder, 16)
+    with monkeypatch.context() as patch:
+        patch.setattr("data.tokens.verify_split", lambda *_: pytest.fail("read again"))
+        batches.Dataset(folder, 16)
+    path = tmp_path / "data" / "train.bin"
+    data = bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(ConfigError, match="train.bin does not match its checksum"):
+        batches.Dataset(folder, 16)
+
+
+@pytest.mark.parametrize("text", ["0 1e9999999", "1e9999999 8", "0 9e99999999999999999999", "0 4000000000000"])
+def test_a_bad_edit_of_batch_file_leaves_the_last_good_one(tmp_path, text):
+    path = tmp_path / "schedule.txt"
+    path.write_text("0 8")
+    batch_schedule = schedule.build(Config(batch_schedule="file", batch_file=str(path)), 8)
+    path.write_text(text)
+    assert "the last good one stays in force" in batch_schedule.accept(batch_schedule.poll())
+    path.unlink()
+    os.mkfifo(path)
+    assert "the last good one stays in force" in batch_schedule.accept(batch_schedule.poll())
+    assert batch_schedule.at(0) == 8
+
+
+def test_settings_of_another_schedule_are_said(capsys):
+    configurator.parse(["--batch_schedule=constant", "--batch_shrink=True", "--batch_size=16"])
+    assert capsys.readouterr().out == "batch_shrink: without effect under batch_schedule=constant\n"
+
+
+def test_a_resume_says_what_will_differ():
+    old = {"dtype": "float32", "threads": 2, "micro_batch_size": 8, "processes": 1}
+    assert resume.differences(old, old) is None and resume.differences(None, old) is None
+    assert "threads 4 (was 2): " in resume.differences(old, {**old, "threads": 4})
+    words = resume.differences(old, {**old, "dtype": "bfloat16", "micro_batch_size": 4})
+    assert "dtype bfloat16 (was float32)" in words and "multiples of micro_batch_size" in words and "another dtype" in words
+
+
+def test_names_differ_where_values_differ():
+    values = [0.0012345671, 0.0012345674, 0.001, 1e-3 + 1e-18, "a/b", "a_b", "a%2Fb", 1.0, 2.0]
+    assert len({common.short(v) for v in values}) == len(set(values)) and common.short(0.002) == "0.002"
+
+
+def test_a_prompt_that_the_model_does_not_know_is_one_line(tmp_path, tiny_args, capsys):
+    train.main(tiny_args(out_dir=tmp_path, max_tokens=320))
+    with pytest.raises(SystemExit) as e:
+        sample.main([str(tmp_path), "--prompt=\u00e4"])
+    assert e.value.code == 2 and "is none of the 64" in capsys.readouterr().err
+
+
+def test_config_json_of_another_kind_is_refused_in_words(tmp_path):
+    from sweeps import jobs
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(ConfigError, match="no readable config.json"):
+        jobs.read_config(str(tmp_path))

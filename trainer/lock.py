@@ -1,0 +1,74 @@
+"""One writer per folder. The kernel takes the lock back when its holder dies, however it dies, so none is ever stale."""
+
+import contextlib
+import errno
+import os
+import socket
+import sys
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+NAME = "lock"
+
+
+@contextlib.contextmanager
+def only_writer(folder, error, wait=False):
+    """Hold `folder`, made if need be, and yield the descriptor of the lock. Where somebody else has it: error(who), or wait.
+
+    A process that inherits the descriptor holds the lock, too. What is left empty is removed again."""
+    made = missing_folders(folder)
+    descriptor = None
+    try:
+        descriptor = acquire(folder, error, wait)
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name in it
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
+        yield descriptor
+    finally:
+        with contextlib.suppress(OSError):
+            if descriptor is not None:
+                os.unlink(os.path.join(folder, NAME))
+        if descriptor is not None:
+            os.close(descriptor)
+        for path in made:
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(path)
+
+
+def acquire(folder, error, wait):
+    path = os.path.join(folder, NAME)
+    while True:
+        os.makedirs(folder, exist_ok=True)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        except FileNotFoundError:  # its last holder left the folder empty and removed it
+            continue
+        try:
+            if fcntl:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        except FileNotFoundError:  # its last holder removed it in between
+            pass
+        except OSError as e:
+            if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                return descriptor  # a file system without locks
+            holder = os.read(descriptor, 200).decode("utf-8", "replace") or "another process"
+            if not wait:
+                os.close(descriptor)
+                raise error(f"{folder} is in use by {holder}: wait for it, or stop it, or take another folder") from None
+            print(f"{folder} is in use by {holder}: waiting", file=sys.stderr, flush=True)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        os.close(descriptor)
+
+
+def missing_folders(folder):
+    """Those that making `folder` will make, the innermost first."""
+    missing, path = [], os.path.abspath(folder)
+    while not os.path.lexists(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    return missing
