@@ -124,7 +124,11 @@ TIMED = dict(batch_schedule="gns", gns="exact", batch_objective="time", batch_si
 
 def test_a_controller_by_time_saves_each_move_so_that_a_resumed_run_keeps_it(tmp_path, tiny_args, turned, monkeypatch):
     saves, real = [], checkpoint.save
-    monkeypatch.setattr(checkpoint, "save", lambda out, state: (saves.append(state["state"]["step"]), real(out, state)))
+
+    def save(out, state, *more):
+        saves.append(state["state"]["step"])
+        real(out, state, *more)
+    monkeypatch.setattr(checkpoint, "save", save)
     assert train.main(tiny_args(out_dir=tmp_path, **TIMED)) == 0
     rows = log.read(tmp_path)
     moves = [r for r in rows if " -> " in r.get("event", "")]
