@@ -10,6 +10,7 @@ The one training step. train.py, the sweeps' trials, every benchmark and the tes
 The loss of a step is the mean over its B examples. Nothing in here asks the host for a number. B sequences in a step.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,8 +39,8 @@ class TrainingStep:
         """Wraps the model for its processes. Steps to be compared share the model and the optimizer of one of them (`like`):
         where a model lies in memory is worth a per cent."""
         self.model, self.config, self.ranks, self.device, self.dtype = model, config, ranks, device, dtype
-        compiled = config.compile == "True" or (config.compile == "auto" and device == "cuda")
-        self.run_model = like.run_model if like else ranks.wrap(model, config, dtype, compiled)
+        self.compiled = config.compile == "True" or (config.compile == "auto" and device == "cuda")
+        self.run_model = like.run_model if like else ranks.wrap(model, config, dtype, self.compiled)
         self.optimizer = like.optimizer if like else Optimizer(model, config, device, dtype)
         self.autocast = hardware.autocast(device, dtype)
         self.parameters = dict(model.named_parameters())
@@ -67,6 +68,10 @@ class TrainingStep:
         if mine is None or not self.ranks.sharded:
             return mine and (mine, mine)
         return mine, self.ranks.gather_shards(mine, {name: p.shape for name, p in named.items()})
+
+    def evaluating(self):
+        """Around evaluation, which is not compiled: it would take as long to compile as to run, with graphs of its own."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     # -- gradients: the mean over all B examples, micro-batch by micro-batch
 
