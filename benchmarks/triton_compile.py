@@ -83,6 +83,16 @@ def inspect(name, dtype, out_dtype, arch, C):
             "bytes_per_channel_and_row": bytes_per_channel(text, launch["BLOCK"], launch["num_warps"])}
 
 
+def inspect_head(dtype, arch):
+    """The head's cross entropy. Its first loop reads a logit, its second reads and writes it."""
+    from trainer import head_triton
+    fn, options = head_triton.cross_entropy_kernel, head_triton.OPTIONS
+    types = {"logits": f"*{dtype}", "targets": "*i64", "losses": "*fp32", "stride": "i32", "V": "i32"}
+    compiled = compiled_kernel(fn, types, {"BLOCK": options["BLOCK"]}, arch, options["num_warps"])
+    registers, spilled = resources(compiled)
+    return {"dtype": dtype, "sm": arch, "num_warps": options["num_warps"], "registers": registers, "spill_bytes": spilled}
+
+
 def programs(B, C, T=2048):
     """Programs and launches of a backward pass with a bias on an A100."""
     from rightbatch.kernels import ln_triton
@@ -93,7 +103,10 @@ def programs(B, C, T=2048):
 
 
 def run(args):
-    rows = []
+    rows, head = [], []
+    for dtype, arch in itertools.product(("bf16", "fp32"), (80, 90, 100)):
+        head.append(inspect_head(dtype, arch))
+        print("cross entropy: " + ", ".join(f"{k} {v}" for k, v in head[-1].items()), flush=True)
     print("Traffic includes weight (and bias): 4 (8) bytes that stay in the caches from row to row.")
     print("{:10}{:6}{:6}{:>6}{:>4}{:>6}{:>10}{:>12}{:>9}{:>18}".format(
         "kernel", "x", "dy", "C", "sm", "warps", "registers", "spill bytes", "barriers", "bytes/channel/row"))
@@ -107,4 +120,4 @@ def run(args):
     print(f"\nBackward on {A100} multiprocessors:")
     for row in grids:
         print(", ".join(f"{k} {v}" for k, v in row.items()))
-    write_json(args.out, {"kernels": rows, "multiprocessors": A100, "backward": grids})
+    write_json(args.out, {"kernels": rows, "multiprocessors": A100, "backward": grids, "cross_entropy": head})

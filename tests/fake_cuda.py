@@ -54,7 +54,7 @@ class Launch:
             bound = inspect.signature(self.kernel.fn).bind(*args, **named).arguments
             for name, value in bound.items():
                 if isinstance(value, torch.Tensor):
-                    assert value.is_cuda and value.is_contiguous(), name
+                    assert value.is_cuda and (value.is_contiguous() or "stride" in bound), name
             assert all(isinstance(n, int) and n > 0 for n in grid)
             self.launches.append((self.kernel.fn.__name__, bound))
         return launch
@@ -76,6 +76,7 @@ class NoHostSync(TorchDispatchMode):
 def pretended(launches=None):
     """Fake tensors on "cuda", Triton kernels that check their arguments, and no copy to the host."""
     from rightbatch.kernels import ln_triton
+    from trainer import head_triton
     launches = [] if launches is None else launches
     properties = types.SimpleNamespace(multi_processor_count=108, total_memory=80 << 30, L2_cache_size=40 << 20)
     with contextlib.ExitStack() as stack:
@@ -90,8 +91,9 @@ def pretended(launches=None):
             put(torch.cuda, name, value)
         put(torch._C, "_cuda_getDevice", lambda: 0)
         put(ln_triton, "try_launch", lambda: None)
-        for name in [n for n in vars(ln_triton) if n.endswith("_kernel")]:
-            put(ln_triton, name, Launch(getattr(ln_triton, name), launches))
+        for module in (ln_triton, head_triton):
+            for name in [n for n in vars(module) if n.endswith("_kernel")]:
+                put(module, name, Launch(getattr(module, name), launches))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(NoHostSync())
         yield launches

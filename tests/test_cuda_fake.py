@@ -79,9 +79,11 @@ def test_the_residual_stream_is_added_inside_the_norm_kernels():
 @pytest.mark.parametrize("gns", ["norm", "exact"])
 def test_the_head_over_a_large_vocabulary_asks_the_host_for_nothing(gns, monkeypatch):
     monkeypatch.setattr(head_loss, "WORTH_BYTES", 0)
-    for name in ("CHUNK_BYTES", "CUDA_CHUNK_BYTES"):
-        monkeypatch.setattr(head_loss, name, 4 * 128 * 10, raising=False)
-    whole_steps(gns=gns)
+    monkeypatch.setattr(head_loss, "chunk_bytes", lambda device: 4 * 128 * 10)
+    launches, step = whole_steps(gns=gns)
+    own = [bound for name, bound in launches if name == "cross_entropy_kernel"]
+    chunks = 4 if gns == "norm" else 1
+    assert len(own) == 4 * chunks and all(bound["stride"] % 8 == 0 or gns == "exact" for bound in own)
 
 
 @inside
