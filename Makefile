@@ -1,8 +1,9 @@
 # make train: everything from nothing to a trained GPT, its noise scale and a picture.  make test: all tests and the linter.
+# make gpu: whether all works on this machine's GPU, and how fast.
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test clean
+.PHONY: train test gpu clean
 
 train: .venv/ready
 	$(BIN)/python train.py --resume=auto
@@ -10,6 +11,9 @@ train: .venv/ready
 test: .venv/ready-test
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests
+
+gpu: .venv/ready
+	$(BIN)/python bench.py gpu
 
 .venv/ready: requirements.txt
 	test -d .venv || $(PYTHON) -m venv .venv

@@ -12,6 +12,7 @@
     python bench.py data --text=book.txt           tokenisation beside tiktoken's own, and its memory
     python bench.py startup         from the command `python train.py` to its first lines
     python bench.py grad_stats      what grad_stats=True costs
+    python bench.py gpu             the acceptance run of somebody who has a GPU (make gpu, docs/gpu.md)
 
 Variants take turns within each round, so that whatever else the machine does falls on all of them; medians and
 quartiles over rounds. The tables go to the screen, every number to results/<command>.json.
@@ -20,7 +21,7 @@ quartiles over rounds. The tables go to the screen, every number to results/<com
 import argparse
 import sys
 
-from benchmarks import data, grad_stats, kernel, profile, startup, step, triton_compile
+from benchmarks import data, gpu, grad_stats, kernel, profile, startup, step, triton_compile
 from configurator import ConfigError, die
 
 # command: what it measures, the file that does; each has arguments(parser) and run(args)
@@ -31,7 +32,8 @@ COMMANDS = {
     "profile": ("a step by its parts, on this CPU", profile),
     "data": ("tokenisation: rate beside tiktoken's own, and memory", data),
     "startup": ("time to the first lines of train.py", startup),
-    "grad_stats": ("what grad_stats=True adds to a step", grad_stats)}
+    "grad_stats": ("what grad_stats=True adds to a step", grad_stats),
+    "gpu": ("whether all works on this machine's GPU, and how fast", gpu)}
 
 
 def main():
