@@ -26,9 +26,9 @@ from configurator import ConfigError, die
 
 # command: what it measures, the file that does; each has arguments(parser) and run(args)
 COMMANDS = {
-    "kernel": ("norm kernels on this CPU", kernel),
+    "kernel": ("norm kernels against torch's own", kernel),
     "triton": ("compile the CUDA kernels and report", triton_compile),
-    "step": ("whole training steps on this CPU", step),
+    "step": ("whole training steps", step),
     "profile": ("a step by its parts, on this CPU", profile),
     "data": ("tokenisation: rate beside tiktoken's own, and memory", data),
     "startup": ("time to the first lines of train.py", startup),

@@ -86,10 +86,9 @@ def _add_norm(x, branch, weight, bias, probe, metric, eps, rms, impl):
     if impl != "torch" and branch.shape == x.shape:
         kind = "cpu" if x.is_cpu else x.device.type
         out_dtype = _output_dtype(x, kind)
-        fits = torch.promote_types(x.dtype, branch.dtype) == x.dtype
         if torch.compiler.is_compiling():
             name = _resolve_adding(impl, kind, x.dtype, out_dtype)
-            if name is not None and fits:
+            if name is not None and torch.promote_types(x.dtype, branch.dtype) == x.dtype:
                 _check(x, weight, probe, metric, rms)
                 return add_norm_op(x, branch, weight, bias, probe, metric, eps, rms, out_dtype, name)[:2]
         else:
@@ -97,7 +96,7 @@ def _add_norm(x, branch, weight, bias, probe, metric, eps, rms, impl):
             if backend.add_norm is not None and branch.dtype == out_dtype:
                 _check(x, weight, probe, metric, rms)
                 return backend.add_norm(x, branch, weight, bias, probe, metric, eps, rms)
-            if backend.add_forward is not None and fits:
+            if backend.add_forward is not None and torch.promote_types(x.dtype, branch.dtype) == x.dtype:
                 _check(x, weight, probe, metric, rms)
                 return _AddNorm.apply(x, branch, weight, bias, probe, metric, (eps, rms, out_dtype, backend))
     x = x + branch

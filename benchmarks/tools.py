@@ -68,12 +68,22 @@ def geomean(values):
     return math.exp(statistics.fmean(math.log(v) for v in values))
 
 
+def pick_device(name):
+    """cuda where there is one; a CPU rather than Apple's MPS, of which no benchmark knows."""
+    return "cpu" if name == "auto" and hardware.pick_device(name) != "cuda" else hardware.pick_device(name)
+
+
 def plain(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def peak_bytes(run, warm_up=True):
-    """Largest number of bytes that torch's CPU allocator held during one step, above what it held before: exact, unlike RSS."""
+def peak_bytes(run, warm_up=True, device="cpu"):
+    """Largest number of bytes that torch's allocator held during one step, above what it held before: exact, unlike RSS."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
     from torch.profiler import ProfilerActivity, profile
     if warm_up:
         run()
