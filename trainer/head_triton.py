@@ -1,5 +1,5 @@
-"""The cross entropy of head_loss.py on CUDA, in Triton: two passes over a row of logits, 6 bytes a logit in bf16, where plain
-torch's chain of operations moves 44.
+"""The cross entropy of head_loss.py on CUDA, in Triton: two passes over a row of logits (read; read and write: 6 bytes a
+logit in bf16), where torch's operations, one after the other, make a pass each.
 
 Never run on a real GPU; tested in Triton's interpreter and compiled for sm_80, sm_90 and sm_100 (python bench.py triton).
 """
