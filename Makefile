@@ -1,9 +1,10 @@
 # make train: everything from nothing to a trained GPT, its noise scale and a picture.  make test: all tests and the linter.
 # make requirements: do the pinned packages install on a stock Linux machine?  make attack: the long attack, a thousand cases.
+# make gpu: whether all works on this machine's GPU, and how fast.
 PYTHON ?= python3
 BIN = .venv/bin
 
-.PHONY: train test requirements attack clean
+.PHONY: train test requirements attack gpu clean
 
 train: .venv/ready
 	$(BIN)/python train.py --resume=auto
@@ -18,6 +19,9 @@ requirements: .venv/ready-test
 attack: .venv/ready-test
 	$(BIN)/python tests/attack/attack.py --cases=1000 --soak=10000
 	ATTACK_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/attack/test_inputs.py
+
+gpu: .venv/ready
+	$(BIN)/python bench.py gpu
 
 .venv/ready: requirements.txt
 	test -d .venv || $(PYTHON) -m venv .venv

@@ -13,6 +13,7 @@
     python bench.py data --text=book.txt           tokenisation beside tiktoken's own, and its memory
     python bench.py startup         from the command `python train.py` to its first lines
     python bench.py grad_stats      what grad_stats=True costs
+    python bench.py gpu             the acceptance run of somebody who has a GPU (make gpu, docs/gpu.md)
 
 Variants take turns within each round, so that whatever else the machine does falls on all of them; medians and
 quartiles over rounds. The tables go to the screen, every number to results/<command>.json.
@@ -21,20 +22,21 @@ quartiles over rounds. The tables go to the screen, every number to results/<com
 import argparse
 import sys
 
-from benchmarks import attention, data, grad_stats, kernel, profile, startup, step, triton_compile, watch
+from benchmarks import attention, data, gpu, grad_stats, kernel, profile, startup, step, triton_compile, watch
 from configurator import ConfigError, die
 
 # command: what it measures, the file that does; each has arguments(parser) and run(args)
 COMMANDS = {
-    "kernel": ("norm kernels on this CPU", kernel),
+    "kernel": ("norm kernels against torch's own", kernel),
     "attention": ("the attention kernel on this CPU", attention),
     "triton": ("compile the CUDA kernels and report", triton_compile),
-    "step": ("whole training steps on this CPU", step),
+    "step": ("whole training steps", step),
     "profile": ("a step by its parts, on this CPU", profile),
     "data": ("tokenisation: rate beside tiktoken's own, and memory", data),
     "startup": ("time to the first lines of train.py", startup),
     "watch": ("what watch adds to a step of GPT-2 and Llama, as transformers has them", watch),
-    "grad_stats": ("what grad_stats=True adds to a step", grad_stats)}
+    "grad_stats": ("what grad_stats=True adds to a step", grad_stats),
+    "gpu": ("whether all works on this machine's GPU, and how fast", gpu)}
 
 
 def main():

@@ -59,6 +59,8 @@ class Config:
     dtype: str = opt("auto", FIXED, "bfloat16 autocast where the device is fast at it, else float32; float16 trains with loss "
                                     "scaling", ("auto", "float32", "bfloat16", "float16"))
     tf32: bool = opt(False, FIXED, "cuda: float32 matrix products in TF32, faster, with 10 bits of mantissa")
+    deterministic: bool = opt(False, FREE, "cuda: the same bits in every run and after a resume; slower, and in float32 "
+                                           "attention holds all T x T numbers. A CPU always gives the same bits")
     compile: str = opt("auto", FREE, "torch.compile on cuda; on a CPU it brought nothing", ("auto", "True", "False"))
     parallel: str = opt("ddp", FREE, "with several processes (torchrun): ddp holds everything on each, fsdp shards weights, "
                                      "gradients and optimizer over them (FSDP2), for models that do not fit", ("ddp", "fsdp"))

@@ -14,8 +14,8 @@ With `metric` p (2, C) (rms_norm: (1, C)) the probe has twice the rows; the seco
 Implementations (`impl`), the same arithmetic each (rightbatch/kernels/backends.py):
     ref     plain torch. Any device, float64 too. The oracle that the others are tested against
     cpu     rightbatch/kernels/cpp.py: C++, compiled at first use
-    triton  rightbatch/kernels/ln_triton.py, for CUDA. Tested in Triton's interpreter and compiled for sm_80 and sm_90, but
-            never run on a real GPU
+    triton  rightbatch/kernels/ln_triton.py, for CUDA. Tested in Triton's interpreter and compiled for sm_80, sm_90 and
+            sm_100, but never run on a real GPU
     torch   F.layer_norm / F.rms_norm, without probe: what the others are compared with
     auto    choose_impl(device)
 
@@ -44,7 +44,7 @@ def rms_norm(x, weight, probe=None, eps=1e-5, impl="auto", metric=None):
 
 
 def add_layer_norm(x, branch, weight, bias=None, probe=None, eps=1e-5, impl="auto", metric=None):
-    """x + branch, and layer_norm of it. The cpu kernel does both in one pass, and in one pass backward."""
+    """x + branch, and layer_norm of it. The kernels do both in one pass, and in one pass backward."""
     return _add_norm(x, branch, weight, bias, probe, metric, eps, False, impl)
 
 
@@ -83,13 +83,22 @@ def _norm(x, weight, bias, probe, metric, eps, rms, impl):
 
 
 def _add_norm(x, branch, weight, bias, probe, metric, eps, rms, impl):
-    if impl != "torch" and branch.shape == x.shape and not torch.compiler.is_compiling():
+    if impl != "torch" and branch.shape == x.shape:
         kind = "cpu" if x.is_cpu else x.device.type
         out_dtype = _output_dtype(x, kind)
-        backend = _resolve(impl, kind, x.dtype, out_dtype)
-        if backend.add_norm is not None and branch.dtype == out_dtype:
-            _check(x, weight, probe, metric, rms)
-            return backend.add_norm(x, branch, weight, bias, probe, metric, eps, rms)
+        if torch.compiler.is_compiling():
+            name = _resolve_adding(impl, kind, x.dtype, out_dtype)
+            if name is not None and torch.promote_types(x.dtype, branch.dtype) == x.dtype:
+                _check(x, weight, probe, metric, rms)
+                return add_norm_op(x, branch, weight, bias, probe, metric, eps, rms, out_dtype, name)[:2]
+        else:
+            backend = _resolve(impl, kind, x.dtype, out_dtype)
+            if backend.add_norm is not None and branch.dtype == out_dtype:
+                _check(x, weight, probe, metric, rms)
+                return backend.add_norm(x, branch, weight, bias, probe, metric, eps, rms)
+            if backend.add_forward is not None and torch.promote_types(x.dtype, branch.dtype) == x.dtype:
+                _check(x, weight, probe, metric, rms)
+                return _AddNorm.apply(x, branch, weight, bias, probe, metric, (eps, rms, out_dtype, backend))
     x = x + branch
     return x, _norm(x, weight, bias, probe, metric, eps, rms, impl)
 
@@ -122,6 +131,12 @@ def _resolve_name(*args):
     return _resolve(*args).name
 
 
+@torch.compiler.assume_constant_result
+def _resolve_adding(*args):
+    backend = _resolve(*args)
+    return None if backend.add_forward is None else backend.name
+
+
 class _Norm(torch.autograd.Function):
     """ref and triton in eager mode. The custom op below does the same, but with twice the overhead per call; cpu has its
     autograd in C++, for a CPU's calls are as short as the way through Python."""
@@ -146,6 +161,29 @@ class _Norm(torch.autograd.Function):
 
 # Function.apply without its look for functorch transforms, which these functions do not have rules for anyway
 _apply = super(torch.autograd.Function, _Norm).apply
+
+
+class _AddNorm(torch.autograd.Function):
+    """x + branch and its norm, for backends without autograd of their own."""
+
+    @staticmethod
+    def forward(ctx, x, branch, weight, bias, probe, metric, settings):
+        eps, rms, out_dtype, backend = settings
+        total, y, stats = backend.add_forward(x, branch, weight, bias, eps, rms, out_dtype)
+        ctx.save_for_backward(total, weight, stats, metric)
+        ctx.args, ctx.differentiate = (rms, bias is not None, probe is not None, branch.dtype), backend.add_backward
+        ctx.set_materialize_grads(False)
+        return total, y
+
+    @staticmethod
+    def backward(ctx, dtotal, dy):
+        if torch.is_grad_enabled():
+            raise RuntimeError("the norm layers' backward pass cannot be differentiated again: create_graph=True needs "
+                               "norm_impl='torch'")
+        total, weight, stats, metric = ctx.saved_tensors
+        if dy is None:
+            return dtotal, None if dtotal is None else dtotal.to(ctx.args[3]), None, None, None, None, None
+        return *ctx.differentiate(dtotal, dy, total, weight, stats, metric, *ctx.args), None, None
 
 
 # ---- ref: plain torch
@@ -238,3 +276,51 @@ def _op_backward(ctx, dy, _):
 
 
 norm_forward_op.register_autograd(_op_backward, setup_context=_setup_context)
+
+
+@torch.library.custom_op("rightbatch::add_norm", mutates_args=())
+def add_norm_op(x: Tensor, branch: Tensor, weight: Tensor, bias: Tensor | None, probe: Tensor | None,
+                metric: Tensor | None, eps: float, rms: bool, out_dtype: torch.dtype,
+                impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    return _backend(impl).add_forward(x, branch, weight, bias, eps, rms, out_dtype)
+
+
+@add_norm_op.register_fake
+def _(x, branch, weight, bias, probe, metric, eps, rms, out_dtype, impl):
+    return x.new_empty(x.shape), *norm_forward_op(x, weight, bias, probe, metric, eps, rms, out_dtype, impl)
+
+
+@torch.library.custom_op("rightbatch::add_norm_backward", mutates_args=())
+def add_norm_backward_op(dtotal: Tensor | None, dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor, metric: Tensor | None,
+                         rms: bool, has_bias: bool, tracked: bool, branch_dtype: torch.dtype,
+                         impl: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The branch's gradient is empty where it is that of x: an op may not return a tensor twice."""
+    grads = _backend(impl).add_backward(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, branch_dtype)
+    dx, dbranch, *rest = (x.new_empty(0) if g is None else g for g in grads)
+    return dx, x.new_empty(0) if dbranch is dx else dbranch, *rest
+
+
+@add_norm_backward_op.register_fake
+def _(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, branch_dtype, impl):
+    dx, *rest = norm_backward_op(dy, x, weight, stats, metric, rms, has_bias, tracked, impl)
+    return dx, x.new_empty(0) if branch_dtype == x.dtype else x.new_empty(x.shape, dtype=branch_dtype), *rest
+
+
+def _setup_add_context(ctx, inputs, output):
+    _, branch, weight, bias, probe, metric, _, rms, _, impl = inputs
+    ctx.save_for_backward(output[0], weight, output[2], metric)
+    ctx.args = rms, bias is not None, probe is not None, branch.dtype, impl
+    ctx.set_materialize_grads(False)
+
+
+def _add_op_backward(ctx, dtotal, dy, _):
+    x, weight, stats, metric = ctx.saved_tensors
+    _, has_bias, tracked, branch_dtype, _ = ctx.args
+    if dy is None:
+        return dtotal, None if dtotal is None else dtotal.to(branch_dtype), *[None] * 8
+    dx, dbranch, dw, db, sq = add_norm_backward_op(dtotal, dy, x, weight, stats, metric, *ctx.args)
+    dbranch = dx if branch_dtype == x.dtype else dbranch
+    return dx, dbranch, dw, db if has_bias else None, sq if tracked else None, *[None] * 5
+
+
+add_norm_op.register_autograd(_add_op_backward, setup_context=_setup_add_context)

@@ -131,7 +131,7 @@ def validation_loss(step, data):
     for i in range(0, len(starts), size * ranks.world):
         mine = starts[i + ranks.rank * size:i + (ranks.rank + 1) * size]
         x, y = data.val_batch(mine if len(mine) else starts[:1], device)
-        with step.autocast:
+        with step.autocast, step.evaluating():
             _, loss = model(x, y)
         total += loss.cpu().double() * len(mine)
     ranks.after_evaluation(model)
@@ -152,6 +152,9 @@ def main(argv=None):
         config = configurator.parse(argv, distributed.world_size())
         device = hardware.pick_device(config.device)
         ranks = distributed.start(config, device)
+        idle = hardware.idle_gpus(device, ranks.world, argv)
+        if idle:
+            print(idle, flush=True)
         code = train(config, ranks, device)
         ranks.stop()
         return code

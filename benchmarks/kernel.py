@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 import ln_kernel
-from benchmarks.tools import geomean, interleave, plain, spread, write_json
+from benchmarks.tools import geomean, interleave, pick_device, plain, spread, write_json
 from rightbatch.kernels.backends import BACKENDS
 from trainer import hardware
 
@@ -26,14 +26,36 @@ CACHES, BYTES = 32 << 20, {"float32": 4, "bfloat16": 2}   # the last-level cache
 
 
 def arguments(parser):
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=0, help="default: torch's")
     parser.add_argument("--seconds", type=float, default=9.0, help="per shape and dtype")
     parser.add_argument("--out", default="results/kernel.json")
 
 
-def now(device):
-    hardware.synchronize(device)
-    return time.perf_counter()
+@functools.cache
+def half_a_gigabyte():
+    return torch.empty(1 << 29, dtype=torch.int8, device="cuda")
+
+
+def now(device, first=False):
+    """A moment: by the clock, or a CUDA event. Before the first of a call the device writes half a gigabyte: its L2 forgets the
+    tensors, and Python has launched the call by the time it is done, so that kernels are timed and not launches."""
+    if device != "cuda":
+        hardware.synchronize(device)
+        return time.perf_counter()
+    if first:
+        half_a_gigabyte().zero_()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(a, b):
+    """Seconds from one moment to the other."""
+    if isinstance(a, float):
+        return b - a
+    b.synchronize()
+    return a.elapsed_time(b) / 1e3
 
 
 def variant(forward, backward, device, every=1):
@@ -45,12 +67,12 @@ def variant(forward, backward, device, every=1):
         calls += 1
         if calls > 2 and calls % every:
             return None
-        start = now(device)
+        start = now(device, first=True)
         out = forward()
         middle = now(device)
         backward(out)
         end = now(device)
-        return {"forward": middle - start, "backward": end - middle, "both": end - start}
+        return {"forward": between(start, middle), "backward": between(middle, end), "both": between(start, end)}
     return run
 
 
@@ -129,11 +151,11 @@ def in_turn(calls, device):
 
     def run():
         i = next(turns)
-        start = now(device)
+        start = now(device, first=True)
         out = calls[i]()
         end = now(device)
         held[i] = out
-        return {"backward": end - start}
+        return {"backward": between(start, end)}
     return run
 
 
@@ -144,9 +166,10 @@ RATIOS = [("ours", "torch"), ("ours, no probe", "torch"), ("ours rms", "torch rm
 def run(args):
     if args.threads:
         torch.set_num_threads(args.threads)
+    device = pick_device(args.device)
     hardware.prepare_cpu()   # as train.py does
-    impl, reason = ln_kernel.choose_impl("cpu")
-    print(f"{hardware.cpu_name()}, {torch.get_num_threads()} threads; ours = {impl} ({reason})")
+    impl, reason = ln_kernel.choose_impl(device)
+    print(f"{hardware.facts(device)['device']}, {torch.get_num_threads()} threads; ours = {impl} ({reason})")
     if os.getloadavg()[0] > 0.5:
         print(f"This machine is busy (load {os.getloadavg()[0]:.1f}): threads wait for each other, and ratios blur.")
     print("Time ratios, forward / backward / both:")
@@ -154,12 +177,12 @@ def run(args):
     shapes = []
     for dtype in (torch.float32, torch.bfloat16):
         for B, T, C in SHAPES:
-            samples = interleave(variants_of(B, T, C, dtype), args.seconds)
+            samples = interleave(variants_of(B, T, C, dtype, device), args.seconds)
             times = {name: {p: spread(phases[p]) for p in PHASES} for name, phases in samples.items()}
             ratios = {f"{a} / {b}": {p: times[a][p]["median_ms"] / times[b][p]["median_ms"] for p in PHASES}
                       for a, b in RATIOS}
             if C >= 2048:
-                cold = interleave(backward_from_memory(B, T, C, dtype), args.seconds / 3)
+                cold = interleave(backward_from_memory(B, T, C, dtype, device), args.seconds / 3)
                 cold = {n: spread(phases["backward"]) for n, phases in cold.items()}
                 times |= {f"{n}, from memory": {"backward": spreads} for n, spreads in cold.items()}
                 ratios |= {f"{n} / copy, from memory": {"backward": cold[n]["median_ms"] / cold["copy"]["median_ms"]}
@@ -171,7 +194,7 @@ def run(args):
                   + "".join(f"{cell:>24}" for cell in cells), flush=True)
     lines = verdict(shapes)
     print(*lines, sep="\n")
-    write_json(args.out, {"impl": impl, "threads": torch.get_num_threads(), "summary": lines, "shapes": shapes})
+    write_json(args.out, {"impl": impl, "threads": torch.get_num_threads(), "summary": lines, "shapes": shapes}, device)
 
 
 def verdict(shapes):

@@ -29,6 +29,7 @@ def arguments(parser):
     parser.add_argument("--models", default="", help=f"some of {', '.join(MODELS)}, by comma")
     parser.add_argument("--against", metavar="PATH", help="a nanoGPT checkout: time its step and ours in turns")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: as train.py picks it")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="cuda: compiled, as train.py does")
     parser.add_argument("--others", action="store_true", help="also torch.func, Opacus and BackPACK")
     parser.add_argument("--only", help="variants to compare with off, by comma: norm,norm + adam,exact; default: all")
     parser.add_argument("--ranks", type=int, default=1, help="processes, with DDP over gloo")
@@ -129,7 +130,7 @@ def backpack_reason():
         return f"{type(e).__name__}: {str(e).splitlines()[0][:120]}"
 
 
-def variants_of(name, others, ranks, dtype, only=None):
+def variants_of(name, others, ranks, dtype, only=None, device="cpu"):
     shape, micro = MODELS[name]
     settings = {"off, torch's norm": dict(mode="off", norm_impl="torch"), "off": dict(mode="off"), "norm": dict(mode="norm"),
                 "norm + adam": dict(mode="norm", adam=True), "exact": dict(mode="exact"),
@@ -143,7 +144,7 @@ def variants_of(name, others, ranks, dtype, only=None):
         settings = {name: options for name, options in settings.items() if name == "off, torch's norm" or name in wanted}
     variants, first = {}, None
     for variant, options in settings.items():
-        variants[variant] = tools.Step(shape, micro, dtype=dtype, ranks=ranks, like=first, **options)
+        variants[variant] = tools.Step(shape, micro, dtype=dtype, ranks=ranks, like=first, device=device, **options)
         first = first or variants[variant]
     if others:
         variants["plain modules, off"] = plain_step(shape, micro, None)
@@ -167,20 +168,23 @@ def run(args):
     if args.ranks > 1 and "RANK" not in os.environ:  # start over, as so many processes
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.ranks}"]
         return subprocess.run([*launch, BENCH, *sys.argv[1:]]).returncode
-    ranks = distributed.start(Config(batch_schedule="constant", batch_size=8 * args.ranks), "cpu")
+    device = "cpu" if args.others else tools.pick_device(args.device)
+    ranks = distributed.start(Config(batch_schedule="constant", batch_size=8 * args.ranks), device)
     hardware.prepare_cpu()
-    report, dtype = {}, hardware.pick_dtype(args.dtype, "cpu")
+    report, dtype = {}, hardware.pick_dtype(args.dtype, device)
     if args.others and dtype != torch.float32:
         raise ConfigError(f"--others: the other packages run in float32, ours would in {plain(dtype)}: add --dtype=float32")
     for name in args.models.split(","):
-        variants = variants_of(name, args.others, ranks, dtype, args.only)
+        variants = variants_of(name, args.others, ranks, dtype, args.only, device)
         samples = interleave(variants, 0 if args.ranks > 1 else args.seconds, min_rounds=args.rounds)  # ranks need equal rounds
         report[name] = {variant: {**spread(phases["step"]), **paired(phases["step"], samples["off, torch's norm"]["step"]),
-                                  "peak_bytes": peak_bytes(variants[variant])} for variant, phases in samples.items()}
+                                  "peak_bytes": peak_bytes(variants[variant], device=device)}
+                        for variant, phases in samples.items()}
         if ranks.first:
             print(table(name, report[name], args.ranks, plain(dtype)), flush=True)
     if ranks.first:
-        write_json(args.out, {"threads": torch.get_num_threads(), "ranks": args.ranks, "dtype": plain(dtype), "models": report})
+        write_json(args.out, {"threads": torch.get_num_threads(), "ranks": args.ranks, "dtype": plain(dtype), "models": report},
+                   device)
     ranks.stop()
 
 

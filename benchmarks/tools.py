@@ -68,12 +68,22 @@ def geomean(values):
     return math.exp(statistics.fmean(math.log(v) for v in values))
 
 
+def pick_device(name):
+    """cuda where there is one; a CPU rather than Apple's MPS, of which no benchmark knows."""
+    return "cpu" if name == "auto" and hardware.pick_device(name) != "cuda" else hardware.pick_device(name)
+
+
 def plain(dtype):
     return str(dtype).removeprefix("torch.")
 
 
-def peak_bytes(run, warm_up=True):
-    """Largest number of bytes that torch's CPU allocator held during one step, above what it held before: exact, unlike RSS."""
+def peak_bytes(run, warm_up=True, device="cpu"):
+    """Largest number of bytes that torch's allocator held during one step, above what it held before: exact, unlike RSS."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        return torch.cuda.max_memory_allocated() - before
     from torch.profiler import ProfilerActivity, profile
     if warm_up:
         run()
@@ -100,10 +110,10 @@ def silent_stderr():
         os.close(nowhere)
 
 
-def write_json(path, report):
+def write_json(path, report, device="cpu"):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    machine = {**hardware.facts("cpu"), "load_average": os.getloadavg()[0]}
+    machine = {**hardware.facts(device), "load_average": os.getloadavg()[0]}
     report = {"command": command(), "date": time.strftime("%Y-%m-%d"), "machine": machine, **report}
     path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {path}")
@@ -140,26 +150,34 @@ class Step:
     """train.py's step on one micro-batch (of each process, under DDP). What train.py does with the numbers of each step at its
     logged steps is done after each here, so that each is charged; the log line itself is not. `like`: see TrainingStep."""
 
-    def __init__(self, shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32, ranks=None, like=None):
+    def __init__(self, shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32, ranks=None, like=None,
+                 device="cpu", compile="auto"):
         torch.manual_seed(0)
-        self.norm_impl, self.ranks, self.tokens = norm_impl, ranks or distributed.Ranks(), micro * shape["block_size"]
-        config = Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro, learning_rate=1e-4)
-        self.model = like.model if like else GPT(GPTConfig(**shape))
-        self.inner = TrainingStep(self.model, config, self.ranks, "cpu", dtype, like=like and like.inner)
+        self.norm_impl, self.ranks = norm_impl, ranks or distributed.Ranks(device=device)
+        self.tokens = micro * shape["block_size"]
+        config = Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro, learning_rate=1e-4,
+                        compile=compile)
+        self.model, self.device = like.model if like else GPT(GPTConfig(**shape)).to(device), device
+        self.inner = TrainingStep(self.model, config, self.ranks, device, dtype, like=like and like.inner)
         self.norms = [module for module in self.model.modules() if isinstance(module, Norm)]
-        self.batch = batch_of(shape, micro)
+        self.batch = tuple(t.to(device) for t in batch_of(shape, micro))
 
     def __call__(self):
+        hardware.synchronize(self.device)
         start = time.perf_counter()
-        self.step(*self.batch)
+        self.step(*self.batch)  # ends with a copy to the host, which waits for the device
         return {"step": time.perf_counter() - start}
 
     def step(self, x, y):
         """Returns the loss."""
+        record = self.measured(x, y)
+        self.inner.absorb(*fetch([record]), record)
+        return record.numbers["loss"]
+
+    def measured(self, x, y):
+        """The step itself, without what train.py does at its logged steps."""
         for norm in self.norms:
             norm.impl = self.norm_impl
         config = self.inner.config
         self.inner.accumulate([(x, y)], 1, 1, 1 + self.tokens)
-        record = self.inner.update(config.learning_rate, config.beta2, config.weight_decay)
-        self.inner.absorb(*fetch([record]), record)
-        return record.numbers["loss"]
+        return self.inner.update(config.learning_rate, config.beta2, config.weight_decay)

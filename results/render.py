@@ -40,7 +40,6 @@ RESULTS = {
         "kernel": "Norm kernel against torch's LayerNorm",
         "attention": "Attention kernel against torch's",
         "step_cost": "What a step costs: predicted from one run, against runs at other batches",
-        "prediction": "Steps of other batches, predicted from one run",
         "triton": "Triton kernels, compiled only",
         "step_against_111m": "Against nanoGPT, gpt_111m",
         "step_against_char": "Against nanoGPT, 6 layers x 384",

@@ -9,8 +9,10 @@ without theory. The noise scale of the same run stands beside it. All branches r
 their losses are compared example for example. Everything is kept in out/run/branch/<at>: asking again runs what is missing.
 """
 
+import functools
 import os
 import shutil
+import subprocess
 
 import numpy as np
 
@@ -18,7 +20,7 @@ import schedule
 from configurator import ConfigError
 from plots import compare, style
 from sweeps.common import short
-from sweeps.jobs import read_config, run_all, run_training, tokens_done
+from sweeps.jobs import Devices, read_config, run_all, run_training, tokens_done
 from trainer import checkpoint, lock, log, noise
 
 
@@ -48,15 +50,20 @@ def branch(args):
     steps = [r for r in log.read(base) if "train/loss" in r]
     start, batch = steps[-1]["tokens"], steps[-1]["batch_size"]
     window = window_of(args, config, factors, start, batch)
-    jobs = []
+    jobs, devices = [], Devices(args.jobs, config.device)
+
+    def run_branch(out, changes):
+        with devices.one() as env:
+            popen = functools.partial(subprocess.Popen, env={**os.environ, **env})
+            run_training(config, start=popen, out_dir=out, branch_from=base, stop_tokens=start + window, resume="auto",
+                         **changes)
     for k in factors:
         out, changes = os.path.join(folder, f"x{short(k)}"), branch_changes(config, batch, k)
         if tokens_done(out) < start + window:
             print(f"branch x{k:g}: batch {changes['batch_size']}, learning rate x {k**0.5:.3g}, {log.count(window)} tokens",
                   flush=True)
-            jobs.append(lambda out=out, changes=changes: run_training(
-                config, out_dir=out, branch_from=base, stop_tokens=start + window, resume="auto", **changes))
-    run_all(jobs, args.jobs)
+            jobs.append(functools.partial(run_branch, out, changes))
+    run_all(jobs, devices.at_once)
 
     rows = {k: log.read(os.path.join(folder, f"x{short(k)}")) for k in factors}
     result = result_of(rows, steps, start, window, batch, args.tolerance)

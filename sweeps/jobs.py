@@ -4,13 +4,17 @@ Runs of train.py, several at a time, each in a folder of its own and continued w
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+
+import torch
 
 import configurator
 from configurator import Config, ConfigError
@@ -20,7 +24,7 @@ TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def arguments(parser):
-    parser.add_argument("--jobs", default="1", help="runs at a time, each on its share of the cores")
+    parser.add_argument("--jobs", default="1", help="runs at a time, each on its share of the cores, or on a GPU of its own")
     parser.add_argument("--in_process", action="store_true", help="for runs of seconds: no process for each")
 
 
@@ -68,6 +72,34 @@ def tokens_done(out_dir):
     return checkpoint.load(out_dir, mmap=True)["state"]["tokens"] if checkpoint.saved_in(out_dir) else -1
 
 
+class Devices:
+    """Where runs at the same time go: one per GPU, each to the next that is free. On a CPU they share the cores."""
+
+    def __init__(self, at_once, device="auto"):
+        ids = visible_gpus() if device in ("auto", "cuda") else []
+        self.at_once, self.free = min(at_once, len(ids) or at_once), queue.SimpleQueue()
+        for name in ids or [None] * at_once:
+            self.free.put(name)
+        if at_once > self.at_once:
+            print(f"--jobs={at_once}: {self.at_once} at a time, one per GPU", flush=True)
+
+    @contextlib.contextmanager
+    def one(self):
+        """What a run's environment needs for its device."""
+        name = self.free.get()
+        try:
+            yield {} if name is None else {"CUDA_VISIBLE_DEVICES": name}
+        finally:
+            self.free.put(name)
+
+
+def visible_gpus():
+    """Their names for CUDA_VISIBLE_DEVICES."""
+    n = torch.cuda.device_count()
+    named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return (named or [str(i) for i in range(n)])[:n]
+
+
 def run_all(jobs, at_once):
     """Call all functions, `at_once` of them at a time; the first error ends it."""
     if at_once == 1:
@@ -81,6 +113,9 @@ class Group:
     """Several runs {name: Config}, one folder each under `folder`: finished ones are not run again, broken ones go on."""
 
     def __init__(self, wanted, folder, at_once=1, alone=True, env=None):
+        device = next((config.device for config in wanted.values()), "auto")
+        self.devices = Devices(at_once, device) if alone else Devices(at_once, "cpu")
+        at_once = self.devices.at_once
         self.folder, self.at_once, self.alone = folder, at_once, alone
         self.wanted = {name: dataclasses.replace(c, out_dir=os.path.join(folder, name)) for name, c in wanted.items()}
         self.failed, self.children, self.lock = {}, set(), None
@@ -133,7 +168,9 @@ class Group:
     def one(self, name):
         config = self.wanted[name]
         try:
-            run_training(config, self.alone, self.start, resume="auto", wandb_log=config.wandb_log)
+            with self.devices.one() as env:
+                start = functools.partial(self.start, env={**self.env, **env})
+                run_training(config, self.alone, start, resume="auto", wandb_log=config.wandb_log)
             self.failed.pop(name, None)
         except ConfigError as e:
             self.failed[name] = str(e)
@@ -142,7 +179,7 @@ class Group:
 
     def start(self, command, **options):
         # the lock goes to the child: if this process is killed, nobody starts the same run a second time while it goes on
-        child = subprocess.Popen(command, env=self.env, pass_fds=[self.lock] if self.lock else [], **options)
+        child = subprocess.Popen(command, pass_fds=[self.lock] if self.lock else [], **options)
         self.children.add(child)
         return child
 

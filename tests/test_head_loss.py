@@ -1,5 +1,7 @@
 """The head's loss in chunks is plain cross entropy: loss, every gradient and every per-example norm, with less memory."""
 
+import os
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,3 +162,36 @@ def test_a_run_with_a_large_vocabulary_resumes_bit_for_bit(tmp_path, tiny_args, 
     assert train.main(tiny_args(out_dir=tmp_path / "cut", resume=True, **settings)) == 0
     whole, cut = (checkpoint.load(str(tmp_path / name))["model"] for name in ("whole", "cut"))
     assert all(torch.equal(whole[n], cut[n]) for n in whole)
+
+
+def interpreted(test):
+    return test if os.environ.get("TRITON_INTERPRET") == "1" else None    # by a process of test_ln_kernel.py
+
+
+@interpreted
+@pytest.mark.parametrize("V, dtype", [(257, torch.float32), (65, torch.bfloat16), (16, torch.float32)])
+def test_interpreted_triton_gives_the_losses_and_gradients_of_float64(V, dtype, monkeypatch):
+    """Rows of several blocks, an odd number of columns, a row in a padded buffer, logits that would overflow."""
+    from trainer import head_triton
+    monkeypatch.setattr(head_triton, "OPTIONS", {"BLOCK": 64, "num_warps": 1})
+    generator = torch.Generator().manual_seed(0)
+    buffer = torch.randn(5, V + 7, generator=generator).to(dtype)
+    logits = buffer[:, :V]
+    logits[1] *= 200
+    logits[2, 3] = float("-inf")
+    targets = torch.tensor([0, V - 1, 5, 7, 2])
+    beyond, exact = buffer[:, V:].clone(), logits.double()
+    losses = head_triton.softmax_minus_onehot_(logits, targets)
+    torch.testing.assert_close(losses.double(), F.cross_entropy(exact, targets, reduction="none"), rtol=1e-5, atol=1e-5)
+    expected = exact.softmax(1) - F.one_hot(targets, V)
+    torch.testing.assert_close(logits.double(), expected, rtol=0, atol=1e-6 if dtype == torch.float32 else 2**-7)
+    assert torch.equal(buffer[:, V:], beyond)
+
+
+@interpreted
+def test_interpreted_triton_a_logit_that_is_not_a_number_stays_in_its_row():
+    from trainer import head_triton
+    logits = torch.randn(3, 40)
+    logits[1, 7] = float("nan")
+    losses = head_triton.softmax_minus_onehot_(logits, torch.tensor([1, 2, 3]))
+    assert losses.isnan().tolist() == [False, True, False] and logits.isnan().all(1).tolist() == [False, True, False]

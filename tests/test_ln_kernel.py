@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.util
+import itertools
 import os
 import re
 import subprocess
@@ -633,7 +634,8 @@ def test_triton_passes_its_tests_in_the_interpreter():
     pytest.importorskip("triton", reason="triton is not installed (Linux only)")
     if INTERPRETING:
         pytest.skip("already in the interpreter")
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "interpreted"], cwd=ROOT,
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", __file__, "tests/test_head_loss.py", "-k",
+                          "interpreted"], cwd=ROOT,
                          env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0 and "passed" in run.stdout and "skipped" not in run.stdout, run.stdout + run.stderr
 
@@ -655,6 +657,82 @@ def test_interpreted_triton_error_is_at_most_twice_that_of_torch(kind, dtype, sh
 
 
 @interpreted
+@pytest.mark.parametrize("kind", KINDS)
+def test_interpreted_triton_cuts_rows_that_are_too_long_into_tiles(kind, monkeypatch):
+    from rightbatch.kernels import ln_triton
+    monkeypatch.setattr(ln_triton, "WHOLE_ROW", 32)
+    monkeypatch.setattr(ln_triton, "TILE", 16)
+    case = Case((2, 19, 77), kind, metric=True)
+    assert_as_accurate_as_torch(case, case.ours("triton"))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_interpreted_triton_adds_a_branch_as_ref_does(kind, dtype):
+    """ref's gradients of x + branch and its norm; the interpreter cuts off to bf16 where torch rounds."""
+    case = Case((3, 20, 41), kind, dtype, metric=True)
+    half = torch.bfloat16 in (case.x_dtype, case.y_dtype)
+    for got, expected in zip(add_norm_grads(case, "triton", True), add_norm_grads(case, "ref", False), strict=True):
+        scale = expected.abs().max().item()
+        torch.testing.assert_close(got, expected, rtol=0, atol=scale * (2**-6 if half else 1e-5))
+
+
+@interpreted
+@pytest.mark.parametrize("used", ["sum", "norm"])
+def test_interpreted_triton_either_result_of_an_addition_alone_may_be_used(used):
+    found = []
+    for impl in ("triton", "ref"):
+        case = Case((3, 4, 10))
+        x, w, b = case.leaves()
+        branch, probe = torch.ones(3, 4, 10, requires_grad=True), case.probe()
+        total, y = ln_kernel.add_layer_norm(x, branch, w, b, probe, impl=impl)
+        (total if used == "sum" else y).backward(case.dy)
+        found.append([v.grad for v in (x, branch, w, b, probe) if v.grad is not None])
+    assert len(found[0]) == (2 if used == "sum" else 5)
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_fused_addition_traces_as_one_operation_each_way(monkeypatch):
+    """What a GPU's compile sees: no addition of its own, forward or backward, and one gradient for x and branch."""
+    from torch._dynamo.testing import AotEagerAndRecordGraphs
+    calls = []
+
+    def add_forward(x, branch, weight, bias, eps, rms, out_dtype):
+        y, stats = ln_kernel.ref_forward(x + branch, weight, bias, eps, rms, out_dtype)
+        return x + branch, y, stats
+
+    def add_backward(dtotal, dy, x, *rest):
+        calls.append(dtotal)
+        dx, *others = ln_kernel.ref_backward(dy, x, *rest[:-1])
+        dx = dx if dtotal is None else dx + dtotal
+        return dx, None if rest[-1] == x.dtype else dx.to(rest[-1]), *others
+    functions = types.SimpleNamespace(forward=ln_kernel.ref_forward, backward=ln_kernel.ref_backward, add_forward=add_forward,
+                                      add_backward=add_backward)
+    monkeypatch.setitem(backends.BACKENDS, "other", backends.Backend("other", (), frozenset(), lambda: functions, "-"))
+    record, case = AotEagerAndRecordGraphs(), Case((3, 5, 16), metric=True)
+    x, w, b = case.leaves()
+    branch, probe = torch.randn(3, 5, 16, requires_grad=True), case.probe()
+
+    def f(x, branch, w, b, probe):
+        total, y = ln_kernel.add_layer_norm(x, branch, w, b, probe, impl="other", metric=case.p)
+        return total.cos() + y.sin()
+    torch.compile(f, fullgraph=True, backend=record)(x, branch, w, b, probe).sum().backward()
+    expected = [v.clone().detach().requires_grad_() for v in (x, branch, w, b, probe)]
+    total = expected[0] + expected[1]
+    y = ln_kernel.layer_norm(total, *expected[2:4], expected[4], impl="ref", metric=case.p)
+    (total.cos() + y.sin()).sum().backward()
+    for got, truth in zip((x, branch, w, b, probe), expected):
+        torch.testing.assert_close(got.grad, truth.grad, rtol=1e-5, atol=1e-5)
+    forward, backward = ([str(n.target) for n in g.graph.nodes if n.op == "call_function"] for g in
+                         (record.fw_graphs[0], record.bw_graphs[0]))
+    assert [n for n in forward if "norm" in n] == ["rightbatch.add_norm.default"]
+    assert [n for n in backward if "norm" in n] == ["rightbatch.add_norm_backward.default"] and calls[0] is not None
+    assert sum("aten.add." in n for n in forward) == 1 and not any("aten.add." in n for n in backward)   # cos + sin
+
+
+@interpreted
 def test_interpreted_triton_tracking_does_not_change_a_bit():
     case = Case((1, 70, 33))
     for tracked, untracked in zip(case.ours("triton"), case.ours("triton", track=False)):
@@ -669,16 +747,29 @@ def test_interpreted_triton_nan_reaches_output_and_norms_of_its_example_only():
     assert y[1, 1].isnan().all() and sq[0].isnan().tolist() == [False, True, False] and db.isfinite().all()
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("C", [768, 8192])
-def test_triton_backward_compiles_without_spills_and_moves_every_byte_once(C, arch):
+@pytest.mark.parametrize("arch, C, x, dy, bytes_moved", [
+    (80, 768, "bf16", "bf16", 6 + 2), (80, 4096, "fp32", "bf16", 10 + 6), (90, 768, "fp32", "bf16", 10 + 6),
+    (100, 4096, "fp32", "bf16", 10 + 6), (90, 16384, "fp32", "bf16", 10 + 6), (100, 16384, "fp32", "fp32", 12 + 4)])
+def test_triton_backward_compiles_without_spills_and_moves_every_byte_once(C, arch, x, dy, bytes_moved):
+    """At the dtypes that autocast gives: a float32 residual stream and bf16 gradients of the linears."""
     pytest.importorskip("triton", reason="triton is not installed (Linux only)")
     if INTERPRETING:
         pytest.skip("the interpreter does not compile")
     from benchmarks import triton_compile
-    report = triton_compile.inspect("backward", "bf16", arch, C)
-    assert report["spill_bytes"] == 0
-    assert report["bytes_per_channel_and_row"] == 6      # read x, read dy, write dx
+    report = triton_compile.inspect("backward", x, dy, arch, C)
+    assert report["spill_bytes"] == 0 and report["barriers_per_row"] <= 5
+    # x, dy and the sum's gradient in; dx out, and the branch's gradient where it has another dtype. And w, from the cache.
+    assert report["bytes_per_channel_and_row"] == bytes_moved + 4
+
+
+def test_one_wave_of_programs_keeps_every_multiprocessor_busy():
+    pytest.importorskip("triton", reason="triton is not installed (Linux only)")
+    from rightbatch.kernels import ln_triton
+    for B, C in itertools.product((1, 2, 4, 8, 32), (768, 1024, 2048, 4096, 8192, 16384)):
+        parts, tiles, options = ln_triton.plan(B, 2048, C, 108)
+        resident = 108 * 32 // options["num_warps"]
+        assert min(108, 2048 * B // ln_triton.MIN_ROWS) <= B * parts * tiles <= max(resident, B * tiles)
+        assert 2048 // parts >= ln_triton.MIN_ROWS
 
 
 @pytest.mark.parametrize("broken", ["no compiler", "not installed"])

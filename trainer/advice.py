@@ -31,7 +31,7 @@ def table(rows, first):
 def words(result, run, cost, args):
     lines = about_run(result, run) + [about_noise(result, run), about_cost(result, run, cost), ""]
     lines += ["To the same loss, at a constant batch (in brackets: 95% of the measurement's errors):"]
-    lines += table(result["rows"], "batch") + [f"{predict.TUNED} {predict.ONE_SIDED}"]
+    lines += table(result["rows"], "batch") + [f"{predict.TUNED} {predict.CHECKED}"]
     if cost and min(row["batch"] for row in result["rows"]) < result["machine"]["quantum"]:
         lines.append(f"Below {result['machine']['quantum']}, micro-batch x devices, a sequence costs more than this says.")
     lines += [""] + about_right(result, cost) + about_lost(result, cost)

@@ -41,6 +41,9 @@ from configurator import ConfigError
 from trainer.optimizer import WHOLE_MATRICES
 from trainer.watchdog import TIMEOUT, Watchdog, connect, exchange
 
+# All blocks share one code object, and with it Dynamo's limit of 8 graphs; beyond it they run uncompiled. A block has one for
+# each of: first or not, cosine attention or not, measured by norm, exact, with a metric.
+GRAPHS = 64
 COMMUNICATION = re.compile(r"gloo|nccl|connection|broken pipe|socket|store", re.IGNORECASE)
 
 
@@ -118,22 +121,23 @@ class Ranks:
         FSDP's mixed precision: blocks are gathered in the autocast dtype (half the traffic), the rest in float32, so that the
         residual stream stays float32 as without FSDP; gradients are summed and kept in float32. Inputs are not
         cast: the probes among them are float32. A block's norm weights are used rounded, unlike under DDP."""
+        if compile:
+            torch._dynamo.config.recompile_limit = GRAPHS
         if self.world == 1:
             return torch.compile(model) if compile else model
+        if compile:
+            compile_blocks(model)
         self.by_hand = config.gns_crosscheck
         if config.parallel == "ddp":
-            run_model = torch.compile(model) if compile else model
             if self.by_hand:  # the cross-check looks at this rank's own gradient first
-                return run_model
-            return torch.nn.parallel.DistributedDataParallel(run_model, gradient_as_bucket_view=True)
+                return model
+            return torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
         mesh = init_device_mesh(self.device, (self.world,))
         half = None if dtype == torch.float32 else dtype
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=half and torch.float32, cast_forward_inputs=False)
         for block in model.h:
-            if compile:
-                block.forward = torch.compile(block.forward)  # inside the hooks that gather and free the parameters
             fully_shard(block, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
         self.sharded = True
@@ -333,6 +337,13 @@ class Ranks:
             traceback.print_exception(error)
         self.watchdog.tell(f"rank {self.rank} failed: {type(error).__name__}: {first_line(error)}")
         leave(1)
+
+
+def compile_blocks(model):
+    """Each block by itself, inside the hooks with which FSDP gathers and frees its parameters. A model compiled as a whole
+    has its gradients when the backward pass is over, and nothing is left to hide their transfer behind."""
+    for block in model.h:
+        block.forward = torch.compile(block.forward)
 
 
 def leave(code):

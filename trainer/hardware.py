@@ -7,9 +7,11 @@ import ctypes
 import math
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
+import warnings
 
 import torch
 
@@ -19,13 +21,39 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def pick_device(name):
-    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    cuda, why_not = cuda_available()
+    available = {"cpu": True, "cuda": cuda, "mps": torch.backends.mps.is_available()}
     if name == "auto":
         name = next(d for d in ("cuda", "mps", "cpu") if available[d])
+        if why_not and os.environ.get("RANK", "0") == "0":
+            print(f"the GPU is not used, {name} is: {why_not}", file=sys.stderr, flush=True)
     if not available[name]:
         there = [d for d, ok in available.items() if ok]
-        raise ConfigError(f"device={name!r} is not there; this machine has {', '.join(there)}")
+        raise ConfigError(f"device={name!r} is not there; this machine has {', '.join(there)}"
+                          + (f" ({why_not})" if name == "cuda" and why_not else ""))
     return name
+
+
+def cuda_available():
+    """(whether torch can use a GPU, why it cannot use one that is there, or None). Torch itself warns, in a paragraph."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    if available:
+        return True, None
+    said = next((" ".join(str(w.message).split()) for w in caught if "CUDA" in str(w.message)), None)
+    if said:
+        return False, said.split(" (Triggered")[0]
+    if torch.version.cuda is None and os.path.exists("/dev/nvidia0"):
+        return False, f"torch {torch.__version__} is built without CUDA: install the build of pypi.org"
+    return False, None
+
+
+def idle_gpus(device, world, argv):
+    """What to type to use all GPUs of this machine, or None where they are used."""
+    n = torch.cuda.device_count() if device == "cuda" and world == 1 else 1
+    words = f"one of {n} GPUs is used; all: torchrun --nproc_per_node={n} train.py {shlex.join(argv)}"
+    return words.rstrip() if n > 1 else None
 
 
 def pick_dtype(name, device):
@@ -40,7 +68,24 @@ def prepare(config, device):
         prepare_cpu()
     elif config.tf32:
         torch.set_float32_matmul_precision("high")
+    if config.deterministic and device == "cuda":
+        make_deterministic()
     return pick_dtype(config.dtype, device)
+
+
+def make_deterministic():
+    """The same bits from the same numbers on a GPU. Without it sums run in the order in which threads arrive: in the backward
+    pass of embeddings as Inductor compiles it, and of attention. An operation that has no such form is named in a warning.
+
+    cuBLAS works in a workspace of fixed size, which it reads from the environment at its first product. Of the attention
+    kernels flash alone has a deterministic backward pass; float32, which flash does not take, is left with the plain form."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which it would do to find bugs
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    from torch._inductor import config
+    config.deterministic = True  # choose kernels by rule, not by a race
 
 
 def fast_bfloat16(device):
@@ -85,7 +130,11 @@ def prepare_cpu():
 def matmul_ceiling(device, dtype, seconds=0.3, clock=time.perf_counter):
     """FLOP/s of a square matrix product, the best of a fraction of a second: what 100% MFU means on this machine."""
     n = 1024 if device == "cpu" else 4096
-    a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))  # not randn: the run's RNG stays untouched
+    if device == "cpu":
+        a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))  # not randn: the run's RNG stays untouched
+    else:  # a GPU draws less power for ones, and clocks higher, than for data; a generator of its own leaves the run's alone
+        random = torch.Generator(device).manual_seed(0)
+        a, b = (torch.randn(n, n, device=device, generator=random).to(dtype) for _ in range(2))
     best, stop = math.inf, clock() + seconds
     while clock() < stop or best == math.inf:
         synchronize(device)
@@ -124,11 +173,17 @@ def facts(device):
         commit = None
     return {"commit": commit, "python": sys.version.split()[0], "torch": torch.__version__,
             "platform": platform.platform(), "cores": usable_cores(), "threads": torch.get_num_threads(),
-            "device": device_name(device)}
+            "device": device_name(device), **(gpu_facts() if device == "cuda" else {})}
 
 
 def device_name(device):
     return torch.cuda.get_device_name() if device == "cuda" else cpu_name() if device == "cpu" else device
+
+
+def gpu_facts():
+    p = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"cuda": torch.version.cuda, "multiprocessors": p.multi_processor_count, "memory_bytes": p.total_memory,
+            "l2_bytes": getattr(p, "L2_cache_size", None), "gpus": torch.cuda.device_count()}
 
 
 def cpu_name():

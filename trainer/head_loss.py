@@ -21,9 +21,13 @@ N rows (B x T tokens), C channels, V vocabulary.
 import torch
 import torch.nn.functional as F
 
+import ln_kernel
+
 # Rows whose logits fill this many bytes make a chunk. Each chunk packs the weight anew and adds to its gradient: in chunks of
 # 32, 64 and 128 MiB instead of one of 206 MB the head of gpt_111m took 1.17, 1.10 and 1.05 times as long on two CPU cores.
 CHUNK_BYTES = 256 * 2**20
+# On a GPU each product should fill the device: a chunk is this share of its memory, 1.25 GiB of 80.
+CUDA_CHUNK_SHARE = 1 / 64
 # Softmax goes over pieces that stay in the caches between its passes. On a GPU a piece is a kernel launch: a whole chunk.
 PIECE_BYTES = {"cpu": 4 * 2**20}
 # With fewer bytes of logits memory does not matter, and callers get their logits.
@@ -38,9 +42,15 @@ def worth_it(n_rows, vocab_size, device_type):
     return n_rows * vocab_size * 4 >= WORTH_BYTES and not half
 
 
-def rows_per_chunk(n_rows, vocab_size):
+def chunk_bytes(device):
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    return max(CHUNK_BYTES, int(torch.cuda.get_device_properties(device).total_memory * CUDA_CHUNK_SHARE))
+
+
+def rows_per_chunk(n_rows, vocab_size, size=None):
     """Chunks of nearly equal size."""
-    chunks = -(-n_rows * vocab_size * 4 // CHUNK_BYTES)
+    chunks = -(-n_rows * vocab_size * 4 // (size or CHUNK_BYTES))
     return max(1, -(-n_rows // chunks))
 
 
@@ -58,6 +68,9 @@ def wide_dtype(tensor):
 
 def softmax_minus_onehot_(logits, targets):
     """Overwrite logits (n, V) with softmax - onehot, in their dtype; return the n losses, in float32."""
+    if logits.is_cuda and logits.dtype != torch.float64 and ln_kernel.choose_impl("cuda")[0] == "triton":
+        from trainer import head_triton
+        return head_triton.softmax_minus_onehot_(logits, targets)
     n, V = logits.shape
     rows = max(1, PIECE_BYTES.get(logits.device.type, CHUNK_BYTES) // (4 * V))
     losses = logits.new_empty(n, dtype=wide_dtype(logits))
@@ -79,7 +92,7 @@ def forward_and_gradients(x, weight, targets):
     (N, C), V, wide = x.shape, weight.shape[0], wide_dtype(x)
     keep = targets != IGNORE
     targets = targets.masked_fill(~keep, 0)
-    rows = min(N, rows_per_chunk(N, V))
+    rows = min(N, rows_per_chunk(N, V, chunk_bytes(x.device)))
     buffer = x.new_empty(rows, padded(V))[:, :V]
     dx, dW, losses = torch.empty_like(x), x.new_empty(V, C, dtype=wide), x.new_empty(N, dtype=wide)
     for i in range(0, N, rows):
@@ -88,7 +101,9 @@ def forward_and_gradients(x, weight, targets):
         losses[i:i + rows] = softmax_minus_onehot_(logits, targets[i:i + rows])
         torch.mm(logits, weight, out=dx[i:i + rows])
         part = part * kept  # ignored rows leave the weight's gradient here, and that of x below
-        if wide != x.dtype:
+        if wide != x.dtype and x.is_cuda:  # summed in float32 inside the product, and added up there
+            dW = torch.mm(logits.t(), part, out_dtype=wide) if i == 0 else torch.addmm(dW, logits.t(), part, out_dtype=wide)
+        elif wide != x.dtype:
             product = logits.t().mm(part)
             dW.copy_(product) if i == 0 else dW.add_(product)
         elif i == 0:

@@ -24,7 +24,7 @@ from trainer import log
 from trainer.noise import source
 
 TUNED = "Assumes a learning rate tuned for each batch size."
-ONE_SIDED = "Where it was checked, smaller batches took more than predicted, larger ones less (docs/whatif.md)."
+CHECKED = "How far predictions were checked: docs/whatif.md."
 NOISE = {"gns/total_adam": "the whole model's in Adam's metric, every step exact",
          "gns/calibrated_adam": "the whole model's in Adam's metric: the norm layers' times a measured factor",
          "gns/total": "the whole model's in the plain metric, every step exact",

@@ -11,6 +11,7 @@ The loss of a step is the mean over its B examples. A step with fused AdamW neve
 the steps of a log line. B sequences in a step.
 """
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,8 +40,8 @@ class TrainingStep:
         """Wraps the model for its processes. like: another TrainingStep whose model and optimizer to use. Benchmarks compare
         steps on the same memory: a copy elsewhere differs by a per cent."""
         self.model, self.config, self.ranks, self.device, self.dtype = model, config, ranks, device, dtype
-        compiled = config.compile == "True" or (config.compile == "auto" and device == "cuda")
-        self.run_model = like.run_model if like else ranks.wrap(model, config, dtype, compiled)
+        self.compiled = config.compile == "True" or (config.compile == "auto" and device == "cuda")
+        self.run_model = like.run_model if like else ranks.wrap(model, config, dtype, self.compiled)
         self.optimizer = like.optimizer if like else Optimizer(model, config, device, dtype)
         self.autocast = hardware.autocast(device, dtype)
         self.parameters = dict(model.named_parameters())
@@ -59,7 +60,7 @@ class TrainingStep:
         self.stats = GradStats(list(self.parameters.values()), self.optimizer, ranks)
         last_ready = None if ranks.sharded else model.wte.weight  # the token embedding's gradient is the last to be ready
         quantum, setting = config.micro_batch_size * ranks.world, (hardware.device_name(device), config.parallel,
-                                                                   config.activation_checkpointing, compiled)
+                                                                   config.activation_checkpointing, self.compiled)
         self.timer = StepTime(device, quantum, config.gns_half_life_tokens, ranks.world, last_ready, setting)
 
     def metric(self, named):
@@ -73,6 +74,10 @@ class TrainingStep:
         if not self.ranks.sharded:
             return mine, mine
         return mine, self.ranks.gather_shards(mine, {name: p.shape for name, p in named.items()})
+
+    def evaluating(self):
+        """Around evaluation, which is not compiled: it would take as long to compile as to run, with graphs of its own."""
+        return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     # -- gradients: the mean over all B examples, micro-batch by micro-batch
 

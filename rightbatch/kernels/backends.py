@@ -9,6 +9,9 @@ and, where it has them,
 
     norm(x, weight, bias, probe, metric, eps, rms) -> y               with autograd of its own
     add_norm(x, branch, weight, bias, probe, metric, eps, rms) -> x + branch, y
+    add_forward(x, branch, weight, bias, eps, rms, out_dtype) -> x + branch, y, stats                without autograd
+    add_backward(dtotal or None, dy, x + branch, weight, stats, metric, rms, has_bias, tracked, branch_dtype)
+        -> dx, dbranch, dweight, dbias or None, sq or None
     try_launch()                                                      raises where no kernel runs
 """
 
@@ -45,6 +48,8 @@ class Backend:
     backward = functools.cached_property(lambda self: self.functions.backward)   # layers ask at each call
     norm = functools.cached_property(lambda self: getattr(self.functions, "norm", None))
     add_norm = functools.cached_property(lambda self: getattr(self.functions, "add_norm", None))
+    add_forward = functools.cached_property(lambda self: getattr(self.functions, "add_forward", None))
+    add_backward = functools.cached_property(lambda self: getattr(self.functions, "add_backward", None))
 
     def available(self):
         """(whether it works here, why or why not). Tried once; a failure is said once."""

@@ -1,30 +1,42 @@
-"""The Triton (CUDA) kernels of ln_kernel.py: forward(...) and backward(...), same arguments and results as its ref.
+"""The Triton (CUDA) kernels of ln_kernel.py: forward, backward, add_forward and add_backward, as backends.py lists them.
 
-Never run on a real GPU. Tested in Triton's interpreter (TRITON_INTERPRET=1) and compiled for sm_80 and sm_90:
-`python bench.py triton` prints registers, spills and global traffic.
+Never run on a real GPU. Tested in Triton's interpreter (TRITON_INTERPRET=1) and compiled for sm_80, sm_90 and sm_100:
+`python bench.py triton` prints registers, spills, barriers and global traffic.
 
-One program holds whole rows in registers, so the backward pass reads x and dy once and writes dx once. Each program
-works on one part of one example and keeps that example's dweight and dbias in registers; the parts, small against x
-(ROWS_PER_PART), are added up by a second kernel, in a fixed order: no atomics, the same bits in every run.
-A row must fit the registers of one program: fine up to C = 16384; above, it spills and slows down.
+Backward. A program works on one part of one example, row by row: a row stays in registers, so that x and dy are read once
+and dx is written once, and so do that part's sums for dweight and dbias. The parts, small against x, are added up by a
+second kernel, in a fixed order: no atomics, the same bits in every run. One wave of programs: as many as the device keeps
+resident, whatever B is. Rows too long for registers (WHOLE_ROW) are cut into tiles of channels, whose programs get the row's
+two means from a kernel before them: x and dy are then read twice.
 
-pid -> (example b, part). rows = B * T.
+add_*: x + branch is formed on the way, as residual streams need it, and its gradient goes to both. Without it the addition and
+its backward pass would be a read and a write of the residual stream each, which the compiler cannot fuse into our kernels.
+
+rows = B * T. A kernel's pointer that is None leaves out what belongs to it.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-ROWS_PER_PART = 32   # at least: partial sums are 8 bytes per channel and part, against 6 to 12 per channel and row
+MIN_ROWS = 8        # of a part: its sums are 8 bytes per channel, against 8 to 16 per channel and row
+WHOLE_ROW = 4096    # channels: beyond, dweight, dbias, x, dy and the sum's gradient do not fit into a program's registers
+TILE = 2048         # channels of a program where a row is cut
+FINISH = {"PARTS": 64, "TILE": 32, "num_warps": 4}   # sums of so many parts and channels at a time
 
 
 @triton.jit
-def forward_kernel(x, w, b, y, stats, rows, C, eps,      # x, y (rows, C); w, b (C,); stats (1 or 2, rows)
-                   RMS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(x, branch, w, b, total, y, stats,     # x, branch, total, y (rows, C); w, b (C,); stats (1 or 2, rows)
+                   rows, C, eps, RMS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     mask = cols < C
     centred = tl.load(x + row * C + cols, mask=mask, other=0.0).to(tl.float32)
+    if branch is not None:
+        centred += tl.load(branch + row * C + cols, mask=mask, other=0.0).to(tl.float32)
+        rounded = centred.to(total.dtype.element_ty)
+        tl.store(total + row * C + cols, rounded, mask=mask)
+        centred = rounded.to(tl.float32)   # what the backward pass will read
     if not RMS:
         mean = tl.sum(centred, 0) / C
         centred = tl.where(mask, centred - mean, 0.0)
@@ -32,37 +44,77 @@ def forward_kernel(x, w, b, y, stats, rows, C, eps,      # x, y (rows, C); w, b 
     rstd = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / C + eps)
     tl.store(stats + row, rstd)
     out = centred * rstd * tl.load(w + cols, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
+    if b is not None:
         out += tl.load(b + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(y + row * C + cols, out.to(y.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def backward_kernel(dy, x, w, stats, dx, partials,       # dy, x, dx (rows, C); w (C,); partials (B, parts, 1 or 2, C)
+def normalised(x, stats, row, rows, C, cols, mask, RMS: tl.constexpr):
+    """xhat of some channels of a row, and its rstd."""
+    xhat = tl.load(x + row * C + cols, mask=mask, other=0.0).to(tl.float32)
+    rstd = tl.load(stats + row)
+    if not RMS:
+        xhat -= tl.load(stats + rows + row)
+    return xhat * rstd, rstd
+
+
+@triton.jit
+def both_sums(a, b):
+    """Two sums over the threads of a program in one exchange."""
+    return tl.split(tl.sum(tl.join(a, b), 0))
+
+
+@triton.jit
+def means_kernel(dy, x, w, stats, means, rows, C,        # means (2, rows) of w dy xhat and of w dy
+                 RMS: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    gx = tl.zeros([BLOCK], tl.float32)
+    g = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, C, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < C
+        own = tl.load(dy + row * C + cols, mask=mask, other=0.0).to(tl.float32)
+        own *= tl.load(w + cols, mask=mask, other=0.0).to(tl.float32)
+        xhat, _ = normalised(x, stats, row, rows, C, cols, mask, RMS)
+        gx += own * xhat
+        g += own
+    sum_gx, sum_g = both_sums(gx, g)
+    tl.store(means + row, sum_gx / C)
+    tl.store(means + rows + row, sum_g / C)
+
+
+@triton.jit
+def backward_kernel(dy, x, w, stats, means, dtotal, dx, dbranch, partials,   # partials (B, parts, 1 or 2, C)
                     rows, T, C, parts, RMS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     b, part = pid // parts, pid % parts
-    cols = tl.arange(0, BLOCK)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < C
-    weight = tl.load(w + cols, mask=mask, other=0.0).to(tl.float32)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
     for row in range(b * T + part * T // parts, b * T + (part + 1) * T // parts):
         d = tl.load(dy + row * C + cols, mask=mask, other=0.0).to(tl.float32)   # 0 past C: adds nothing to any sum
-        xhat = tl.load(x + row * C + cols, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.load(stats + row)
-        if RMS:
-            xhat = xhat * rstd
-        else:
-            xhat = (xhat - tl.load(stats + rows + row)) * rstd
-        g = d * weight
-        grad = g - xhat * (tl.sum(g * xhat, 0) / C)
-        if not RMS:
-            grad -= tl.sum(g, 0) / C
-        tl.store(dx + row * C + cols, (grad * rstd).to(dx.dtype.element_ty), mask=mask)
+        xhat, rstd = normalised(x, stats, row, rows, C, cols, mask, RMS)
         dw += d * xhat
         if BIAS:
             db += d
+        g = d * tl.load(w + cols, mask=mask, other=0.0).to(tl.float32)   # from the cache: registers are scarce
+        if means is not None:
+            grad = g - xhat * tl.load(means + row)
+            if not RMS:
+                grad -= tl.load(means + rows + row)
+        elif RMS:
+            grad = g - xhat * (tl.sum(g * xhat, 0) / C)
+        else:
+            sum_gx, sum_g = both_sums(g * xhat, g)
+            grad = g - xhat * (sum_gx / C) - sum_g / C
+        grad *= rstd
+        if dtotal is not None:
+            grad += tl.load(dtotal + row * C + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dx + row * C + cols, grad.to(dx.dtype.element_ty), mask=mask)
+        if dbranch is not None:
+            tl.store(dbranch + row * C + cols, grad.to(dbranch.dtype.element_ty), mask=mask)
     KINDS: tl.constexpr = 2 if BIAS else 1
     tl.store(partials + pid * KINDS * C + cols, dw, mask=mask)
     if BIAS:
@@ -70,49 +122,74 @@ def backward_kernel(dy, x, w, stats, dx, partials,       # dy, x, dx (rows, C); 
 
 
 @triton.jit
-def finish_kernel(partials, metric, c, sq, B, C, parts,  # metric (kinds, C); c (kinds, B, C); sq (1 or 2, kinds, B)
-                  METRIC: tl.constexpr, BLOCK: tl.constexpr):
-    b, kind, kinds = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    cols = tl.arange(0, BLOCK)
+def finish_kernel(partials, metric, grad, sq,            # metric, grad (kinds, C); sq (tiles, rows of the probe, B) or None
+                  B, C, parts, SITES: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr):
+    tile, kind, kinds = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    cols = tile * TILE + tl.arange(0, TILE)
     mask = cols < C
-    total = tl.zeros([BLOCK], tl.float32)
-    for part in range(parts):
-        total += tl.load(partials + ((b * parts + part) * kinds + kind) * C + cols, mask=mask, other=0.0)
-    tl.store(c + (kind * B + b) * C + cols, total, mask=mask)
-    tl.store(sq + kind * B + b, tl.sum(total * total, 0))
-    if METRIC:
-        p = tl.load(metric + kind * C + cols, mask=mask, other=0.0)
-        tl.store(sq + (kinds + kind) * B + b, tl.sum(total * total * p, 0))
+    total = tl.zeros([TILE], tl.float32)
+    PLANES: tl.constexpr = SITES if metric is None else 2 * SITES   # the probe's rows: kinds, and again in the metric
+    for b in range(B):
+        c = tl.zeros([TILE], tl.float32)
+        for start in range(0, parts, PARTS):
+            part = (start + tl.arange(0, PARTS))[:, None]
+            at = ((b * parts + part).to(tl.int64) * kinds + kind) * C + cols[None, :]
+            c += tl.sum(tl.load(partials + at, mask=(part < parts) & mask[None, :], other=0.0), 0)
+        total += c
+        if sq is not None:
+            tl.store(sq + (tile * PLANES + kind) * B + b, tl.sum(c * c, 0))
+            if metric is not None:
+                p = tl.load(metric + kind * C + cols, mask=mask, other=0.0)
+                tl.store(sq + (tile * PLANES + SITES + kind) * B + b, tl.sum(c * c * p, 0))
+    tl.store(grad + kind * C + cols, total.to(grad.dtype.element_ty), mask=mask)
 
 
-def forward(x, weight, bias, eps, rms, out_dtype):
+def add_forward(x, branch, weight, bias, eps, rms, out_dtype):
+    """x + branch (x if there is no branch), its norm, stats."""
     x, C = x.contiguous(), x.shape[-1]
     rows = x.numel() // C
     y = torch.empty_like(x, dtype=out_dtype)
     stats = x.new_empty((1 if rms else 2, rows), dtype=torch.float32)
+    branch = None if branch is None else branch.contiguous()
+    total = x if branch is None else torch.empty_like(x)
     with torch.cuda.device_of(x):   # Triton launches on the current device
-        forward_kernel[(rows,)](x, weight.contiguous(), None if bias is None else bias.contiguous(), y, stats, rows, C,
-                                eps, RMS=rms, BIAS=bias is not None, **launch(C))
-    return y, stats
+        forward_kernel[(rows,)](x, branch, weight.contiguous(), None if bias is None else bias.contiguous(), total, y, stats,
+                                rows, C, eps, RMS=rms, **launch(C))
+    return total, y, stats
 
 
-def backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
-    dy, x, B, C = dy.contiguous(), x.contiguous(), x.shape[0], x.shape[-1]
-    rows, kinds = stats.shape[1], 2 if has_bias else 1
-    parts = max(1, min(rows // B // ROWS_PER_PART, -(-_programs_wanted(x) // B)))
+def forward(x, weight, bias, eps, rms, out_dtype):
+    return add_forward(x, None, weight, bias, eps, rms, out_dtype)[1:]
+
+
+def add_backward(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, branch_dtype):
+    """dx, dbranch (None without a branch_dtype; dx itself where that is x's), dweight, dbias or None, sq or None."""
+    dy, x, weight, B, C = dy.contiguous(), x.contiguous(), weight.contiguous(), x.shape[0], x.shape[-1]
+    dtotal = None if dtotal is None else dtotal.contiguous()
+    rows, kinds, sites = stats.shape[1], 2 if has_bias else 1, 1 if rms else 2
+    parts, tiles, options = plan(B, rows // B, C, multiprocessors(x))
     dx, partials = torch.empty_like(x), x.new_empty((B, parts, kinds, C), dtype=torch.float32)
-    c = x.new_empty((kinds, B, C), dtype=torch.float32)
-    sq = x.new_empty((1 if metric is None else 2, kinds, B), dtype=torch.float32)
+    dbranch = torch.empty_like(x, dtype=branch_dtype) if branch_dtype not in (None, x.dtype) else None
+    grad, sq = weight.new_empty((kinds, C)), None
+    if tracked:   # zeros: a LayerNorm without a bias has rows for it all the same
+        sq = stats.new_zeros((-(-C // FINISH["TILE"]), sites * (1 if metric is None else 2), B))
     if metric is not None:
         metric = metric[:kinds].float().contiguous()
     with torch.cuda.device_of(x):
-        backward_kernel[(B * parts,)](dy, x, weight.contiguous(), stats, dx, partials, rows, rows // B, C, parts,
-                                      RMS=rms, BIAS=has_bias, **launch(C))
-        finish_kernel[(B, kinds)](partials, metric, c, sq, B, C, parts, METRIC=metric is not None, **launch(C))
-    if not rms and not has_bias:   # its probe still has bias rows: they are 0
-        sq = torch.cat([sq, torch.zeros_like(sq)], 1)
-    dw, *db = (v.sum(0).to(weight.dtype) for v in c)
-    return dx, dw, db[0] if has_bias else None, sq.flatten(0, 1) if tracked else None
+        means = None
+        if tiles > 1:
+            means = stats.new_empty((2, rows))
+            means_kernel[(rows,)](dy, x, weight, stats, means, rows, C, RMS=rms, **options)
+        backward_kernel[(B * parts, tiles)](dy, x, weight, stats, means, dtotal, dx, dbranch, partials, rows, rows // B, C,
+                                            parts, RMS=rms, BIAS=has_bias, **options)
+        finish_kernel[(-(-C // FINISH["TILE"]), kinds)](partials, metric, grad, sq, B, C, parts, SITES=sites, **FINISH)
+    dbranch = dx if branch_dtype == x.dtype else dbranch
+    return dx, dbranch, grad[0], grad[1] if has_bias else None, sq.sum(0) if tracked else None
+
+
+def backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
+    dx, _, *rest = add_backward(None, dy, x, weight, stats, metric, rms, has_bias, tracked, None)
+    return dx, *rest
 
 
 def try_launch():
@@ -127,12 +204,19 @@ def try_launch():
 
 
 def launch(C):
-    """A row in one block, 8 to 16 channels per thread: wide loads, and x, dy, w and both sums fit in registers."""
+    """A row in one block, 8 to 16 channels per thread: wide loads, and all that a row needs fits in registers."""
     block = triton.next_power_of_2(C)
     warps = min(32, max(1, block // (256 if block <= 4096 else 512)))
     return {"BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
 
 
-def _programs_wanted(x):
-    """A few per multiprocessor, so that all are busy to the end."""
-    return 4 * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+def plan(B, T, C, multiprocessors):
+    """(parts of an example, tiles of a row, launch options) of the backward pass: one wave of programs."""
+    tiles = 1 if C <= WHOLE_ROW else -(-C // TILE)
+    options = launch(C if tiles == 1 else TILE)
+    resident = max(1, 32 // options["num_warps"])   # per multiprocessor, at 64 registers per thread
+    return max(1, min(T // MIN_ROWS, multiprocessors * resident // (B * tiles))), tiles, options
+
+
+def multiprocessors(x):
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1

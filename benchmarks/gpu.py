@@ -1,0 +1,370 @@
+"""
+bench.py gpu: the acceptance run of somebody who has a GPU. Nothing here has run on one before.
+
+    make gpu                        # or: python bench.py gpu
+    python bench.py gpu --only=environment,kernels
+
+Ten minutes on one GPU, more on several. Each line is a check with its number; the last says how many failed. All goes to
+gpu.json, to be sent to us. Exit code 0: all passed, 1: something failed, 2: no GPU. docs/gpu.md says how to read it.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+
+import torch
+import torch.nn.functional as F
+
+import ln_kernel
+from benchmarks import tools
+from configurator import ConfigError
+from model import GPT, GPTConfig
+from trainer import checkpoint, hardware, head_loss, log
+
+
+@dataclasses.dataclass
+class Setting:
+    """What is run where. The tests rehearse every part with small numbers on a CPU."""
+    device: str = "cuda"
+    shapes: tuple = ((1, 1, 33), (3, 7, 1023), (2, 4097, 768), (8, 2048, 768), (32, 512, 2048), (2, 300, 4096), (4, 64, 8192),
+                     (2, 33, 16384))
+    dtypes: tuple = ("float32", "bfloat16", "float16", "mixed")
+    speeds: tuple = ((8, 2048, 768), (1, 2048, 768), (8, 2048, 2048), (8, 2048, 4096), (2, 2048, 8192))
+    seconds: float = 1.5   # per comparison
+    model: dict = dataclasses.field(default_factory=lambda: dict(
+        n_layer=10, n_head=12, n_embd=768, block_size=2048, vocab_size=50257, cos_attn=(1,)))
+    micro: int = 8
+    rounds: int = 10
+    training: dict = dataclasses.field(default_factory=lambda: dict(
+        max_tokens=400_000, stop=150_000, n_layer=4, n_embd=128, block_size=128, batch_size=32, micro_batch_size=4))
+    compile: tuple = ("False", "True")
+    parallel: tuple = ("ddp", "fsdp")
+    checkpointing: tuple = ("none", "block")
+
+
+def arguments(parser):
+    parser.add_argument("--only", help=f"parts, by comma: {', '.join(PARTS)}; default: all")
+    parser.add_argument("--out", default="gpu.json")
+
+
+def check(name, ok, **numbers):
+    return {"check": name, "ok": None if ok is None else bool(ok), **numbers}
+
+
+# ---- environment
+
+def environment(s):
+    """What is installed. The tiny launch is the first thing that fails on a machine without a compiler or Python.h."""
+    smi = "nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader"
+    found = subprocess.run(smi.split(), capture_output=True, text=True).stdout.strip() if shutil.which("nvidia-smi") else ""
+    yield check("driver", None, found=found or "no nvidia-smi")
+    yield check("versions", None, torch=torch.__version__, cuda=torch.version.cuda, gpus=torch.cuda.device_count(),
+                compiler=shutil.which("gcc") or shutil.which("cc") or "none",
+                triton=importlib.util.find_spec("triton") and __import__("triton").__version__)
+    impl, reason = ln_kernel.choose_impl(s.device)
+    yield check("a tiny launch: norm layers are Triton's", impl == "triton", impl=impl, reason=reason)
+
+
+# ---- kernels against ref in float64
+
+def results_of(impl, kind, x, branch, w, b, p, dtotal, dy, tracked=True):
+    """x + branch, its norm, and the gradients of x, branch, w(, b)(, probe)."""
+    rms = kind == "rms_norm"
+    leaves = [t.detach().clone().requires_grad_() for t in ((x, branch, w) if rms or b is None else (x, branch, w, b))]
+    kinds = 1 if rms else 2
+    probe = torch.zeros(2 * kinds, len(x), device=x.device, dtype=torch.promote_types(x.dtype, torch.float32),
+                        requires_grad=True) if tracked else None
+    after = functools.partial(getattr(ln_kernel, f"add_{kind}"), impl=impl, metric=p[:kinds])
+    with torch.autocast(x.device.type, dy.dtype, enabled=x.dtype == torch.float32 and dy.dtype != x.dtype):
+        total, y = after(leaves[0], leaves[1], *leaves[2:], **({} if rms or b is not None else {"bias": None}), probe=probe)
+    grads = torch.autograd.grad([total, y], leaves + ([probe] if tracked else []), [dtotal, dy])
+    return [total.detach(), y.detach(), *grads]
+
+
+def inputs(s, shape, dtype):
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size, to=torch.float32):
+        return torch.randn(*size, generator=generator).to(s.device, to)
+    stream = torch.float32 if dtype == "mixed" else getattr(torch, dtype)
+    half = torch.bfloat16 if dtype == "mixed" else stream
+    w, b, p = random(shape[-1]), random(shape[-1]), random(2, shape[-1]).square()
+    return (random(*shape, to=stream), random(*shape, to=half), w, b, p, random(*shape, to=stream), random(*shape, to=half))
+
+
+def kernels(s):
+    """Errors are over the largest number of each result, in units of the last place of its dtype."""
+    for kind, dtype in itertools.product(("layer_norm", "rms_norm"), s.dtypes):
+        worst = {}
+        for shape in s.shapes:
+            given = inputs(s, shape, dtype)
+            found = results_of("auto", kind, *given)
+            exact = results_of("ref", kind, *(t.double() for t in given))
+            names = ("sum", "y", "dx", "dbranch", "dw", "db")[:len(found) - 1] + ("sq",)
+            for name, got, truth in zip(names, found, exact, strict=True):
+                scale = truth.abs().max().item() or 1.0
+                rounding = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps)
+                error = (got.double() - truth).abs().max().item() / scale / rounding
+                worst[name] = max(worst.get(name, 0.0), error if error == error else float("inf"))
+        # y and dx are rounded a few times; sums over thousands of rows lose more digits
+        limits = {"sum": 1, "y": 8, "dx": 16, "dbranch": 16, "dw": 64, "db": 64, "sq": 128}
+        yield check(f"{kind}, {dtype}: errors", all(e <= limits[n] for n, e in worst.items()),
+                    **{n: round(e, 2) for n, e in worst.items()})
+    given = inputs(s, (3, 33, 77), "mixed" if "mixed" in s.dtypes else s.dtypes[0])
+    one, two, off = (results_of("auto", "layer_norm", *given, tracked=t) for t in (True, True, False))
+    yield check("the same bits twice", all(torch.equal(a, b) for a, b in zip(one, two)))
+    yield check("tracked = untracked", all(torch.equal(a, b) for a, b in zip(one, off)))
+    given[0][1, 3, 5] = float("nan")
+    total, y, dx, _, dw, db, sq = results_of("auto", "layer_norm", *given)
+    good = torch.ones(3, 33, dtype=torch.bool)
+    good[1, 3] = False
+    yield check("NaN stays in its row and in its example's norms", y[~good].isnan().all() and y[good].isfinite().all()
+                and dx[good].isfinite().all() and sq[:, [0, 2]].isfinite().all() and sq[0, 1].isnan())
+
+
+# ---- exact mode and the head against autograd
+
+def autograd(s):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=211)).to(s.device)
+    x, y = (torch.randint(211, (3, 32), generator=torch.Generator().manual_seed(i)).to(s.device) for i in (1, 2))
+    for mode in ("norm", "exact"):
+        sites = model.probe_sites(mode)
+        probes = torch.zeros(len(sites), 2, 3, device=s.device, requires_grad=True)
+        model(x, y, probes=probes)[1].backward()
+        worst, parameters = 0.0, dict(model.named_parameters())
+        for b in range(3):
+            model.zero_grad()
+            (model(x[b:b + 1], y[b:b + 1])[1] / 3).backward()
+            for i, (name, _, _) in enumerate(sites):
+                truth = parameters[name].grad.double().square().sum().item()
+                worst = max(worst, abs(probes.grad[i, 0, b].item() / truth - 1))
+        yield check(f"per-example norms, {mode} mode: largest relative error", worst < 1e-3, error=worst)
+        model.zero_grad()
+    for dtype in (torch.float32, torch.bfloat16):
+        a = torch.randn(2, 300, 64, device=s.device, requires_grad=True)
+        w = torch.randn(1003, 64, device=s.device, requires_grad=True)
+        t = torch.randint(1003, (2, 300), device=s.device)
+        with torch.autocast(s.device, dtype, enabled=dtype != torch.float32):
+            own = head_loss.linear_cross_entropy(a, w, t)
+            plain = F.cross_entropy(F.linear(a, w).flatten(0, 1).float(), t.flatten())
+        truth = F.cross_entropy(F.linear(a.double(), w.double()).flatten(0, 1), t.flatten())
+        own, plain, truth = ([loss, *torch.autograd.grad(loss, (a, w))] for loss in (own, plain, truth))
+        ours, theirs = ([((u - v).abs().max() / v.abs().max()).item() for u, v in zip(found, truth)] for found in (own, plain))
+        yield check(f"the head's loss, {tools.plain(dtype)}: at most twice plain torch's error of loss, dx, dW",
+                    all(a <= 2 * b + 1e-5 for a, b in zip(ours, theirs)), ours=ours, torchs=theirs)
+
+
+# ---- speed
+
+def timed(s, variants, seconds):
+    """{name: median ms} of calls that take turns; CUDA events, and a flushed L2 before each."""
+    size = 2 * getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
+    flush, times = torch.empty(size, dtype=torch.int8, device=s.device), {name: [] for name in variants}
+    for run in variants.values():
+        run(), run()
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
+        for name, run in variants.items():
+            flush.zero_()
+            begin, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            stop.record()
+            torch.cuda.synchronize()
+            times[name].append(begin.elapsed_time(stop))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def bandwidth(s):
+    """Backward pass of x + branch and its norm; copy moves as many bytes as it must: x, dy, the sum's gradient in; dx and the
+    branch's gradient out. Above 0.8 of it there is little left to gain."""
+    for B, T, C in s.speeds:
+        x, branch, w, b, p, dtotal, dy = inputs(s, (B, T, C), "mixed")
+        x, branch, w, b = (t.requires_grad_() for t in (x, branch, w, b))
+        probe = torch.zeros(2, B, device=s.device, requires_grad=True)
+        half = torch.empty(x.numel() * 16 // 2, dtype=torch.int8, device=s.device)
+
+        def plain(x, branch, w, b):
+            total = x + branch
+            return total, F.layer_norm(total, (C,), w, b).bfloat16()
+
+        def backward(function, *leaves):
+            outputs = function(*leaves)
+            return lambda: torch.autograd.grad(outputs, leaves, [dtotal, dy], retain_graph=True)
+
+        def ours(x, branch, w, b, probe):
+            with torch.autocast(s.device, torch.bfloat16):
+                return ln_kernel.add_layer_norm(x, branch, w, b, probe)
+        variants = {"ours": backward(ours, x, branch, w, b, probe), "torch": backward(plain, x, branch, w, b),
+                    "copy": half.clone}
+        if "True" in s.compile:
+            variants["inductor"] = backward(torch.compile(plain), x, branch, w, b)
+        with contextlib.suppress(ImportError):
+            from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+            variants["liger"] = backward(lambda x, branch, w, b: (x + branch, LigerLayerNormFunction.apply(
+                x + branch, w, b, 1e-5).bfloat16()), x, branch, w, b)
+        times = timed(s, variants, s.seconds)
+        share = times["copy"] / times["ours"]
+        yield check(f"backward of the norm, {B} x {T} x {C}: no slower than torch's", times["ours"] <= times["torch"],
+                    share_of_copy=round(share, 3), **{f"{k}_ms": round(v, 4) for k, v in times.items()})
+
+
+def training_step(s):
+    """Compiled, in turns; without a host sync, with at most three graphs each and none after the first steps."""
+    from torch._dynamo.utils import counters
+    settings = {"torch's norm": dict(mode="off", norm_impl="torch"), "off": dict(mode="off"), "norm": dict(mode="norm"),
+                "norm + adam": dict(mode="norm", adam=True), "exact": dict(mode="exact")}
+    dtype, steps = hardware.pick_dtype("auto", s.device), {}
+    tokens = s.micro * s.model["block_size"]
+    for name, options in settings.items():
+        counters.clear()
+        step = steps[name] = tools.Step(s.model, s.micro, dtype=dtype, device=s.device, compile=s.compile[-1], **options)
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            step()
+        memory, graphs = torch.cuda.max_memory_allocated(), counters["stats"]["unique_graphs"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step.measured(*step.batch)
+            synced = None
+        except RuntimeError as e:
+            synced = str(e).splitlines()[0]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        yield check(f"step, {name}: no host sync, at most 3 graphs", synced is None and graphs <= 3, graphs=graphs, sync=synced,
+                    peak_bytes=memory)
+    counters.clear()
+    samples = tools.interleave(steps, 0, min_rounds=s.rounds)
+    base = statistics.median(samples["torch's norm"]["step"])
+    for name, phases in samples.items():
+        middle = statistics.median(phases["step"])
+        yield check(f"step, {name}", None, ms=round(middle * 1e3, 2), ratio=round(middle / base, 3),
+                    tokens_per_second=round(tokens / middle))
+    late = counters["stats"]["unique_graphs"]
+    yield check("no graph is compiled after the first steps", late == 0, graphs=late)
+
+
+# ---- train.py in processes of its own
+
+def train_command(s, out, processes=1, **keys):
+    stop = keys.pop("stop_tokens", 0)
+    own = {**{k: v for k, v in s.training.items() if k != "stop"}, "device": s.device, "out_dir": out, "batch_size_start": 32,
+           "warmup_tokens": 0, "stop_tokens": stop, "eval_tokens": 0, "eval_iters": 4, "log_interval": 1,
+           "checkpoint_tokens": 0, "batch_schedule": "constant", **keys}
+    launch = [sys.executable] if processes == 1 else [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return [*launch, tools.TRAIN, *(f"--{k}={v}" for k, v in own.items())]
+
+
+def train(s, out, processes=1, **keys):
+    done = subprocess.run(train_command(s, out, processes, **keys), capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"train.py ended with {done.returncode}: {done.stderr[-500:]}")
+    return [row["train/loss"] for row in log.read(out) if "train/loss" in row]
+
+
+def resume(s):
+    """Bit for bit, with dropout and deterministic=True."""
+    for compile in s.compile:
+        with tempfile.TemporaryDirectory() as folder:
+            keys = dict(dropout=0.1, deterministic=True, compile=compile)
+            whole, two = os.path.join(folder, "whole"), os.path.join(folder, "two")
+            train(s, whole, **keys)
+            train(s, two, stop_tokens=s.training["stop"], **keys)
+            train(s, two, resume=True, **keys)
+            a, b = (checkpoint.load(out)["model"] for out in (whole, two))
+            differ = sum(not torch.equal(a[name], b[name]) for name in a)
+        yield check(f"a resumed run has the weights of the uninterrupted one, compile={compile}", differ == 0, differ=differ)
+
+
+def several(s, processes=None):
+    """DDP and FSDP against one process."""
+    n = processes or torch.cuda.device_count()
+    if n < 2:
+        yield check("several GPUs", None, found=n)
+        return
+    n = 2 if n < 4 else 4
+    with tempfile.TemporaryDirectory() as folder:
+        one = train(s, os.path.join(folder, "one"), dtype="float32")
+        for parallel, compile, recompute in itertools.product(s.parallel, s.compile, s.checkpointing):
+            name = f"{parallel}-{compile}-{recompute}"
+            found = train(s, os.path.join(folder, name), n, parallel=parallel, compile=compile, dtype="float32",
+                          activation_checkpointing=recompute)
+            apart = max(abs(a / b - 1) for a, b in zip(one, found, strict=True))
+            yield check(f"{n} processes, {parallel}, compile={compile}, checkpointing={recompute}: losses of one process",
+                        apart < 1e-3, apart=apart)
+        yield killed(s, os.path.join(folder, "killed"), n)
+
+
+def killed(s, out, n):
+    """A rank that dies ends the run."""
+    command = train_command(s, out, n, **{"max_tokens": 10**9})
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and not os.path.exists(os.path.join(out, "log.jsonl")):
+        time.sleep(0.5)
+    with open(f"/proc/{process.pid}/task/{process.pid}/children") as f:
+        os.kill(int(f.read().split()[-1]), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        code = process.wait(timeout=180)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        code = 0
+    return check("a killed rank ends the run", code != 0, seconds=round(time.monotonic() - began, 1))
+
+
+PARTS = {"environment": environment, "kernels": kernels, "autograd": autograd, "bandwidth": bandwidth, "step": training_step,
+         "resume": resume, "several": several}
+
+
+def run_part(name, s):
+    """Its checks, printed as they come; one that dies is a check that failed, and the next part follows."""
+    rows = []
+    try:
+        for row in PARTS[name](s):
+            rows.append(row)
+            show(row)
+    except Exception as e:
+        traceback.print_exc()
+        rows.append(check(f"{name} ran to its end", False, error=f"{type(e).__name__}: {e}"[:500]))
+        show(rows[-1])
+    return rows
+
+
+def show(row):
+    word = {True: "pass", False: "FAIL", None: "    "}[row["ok"]]
+    rest = {k: f"{v:.3g}" if isinstance(v, float) else v for k, v in row.items() if k not in ("check", "ok")}
+    numbers = ", ".join(f"{k} {v}" for k, v in rest.items())
+    print(f"{word}  {row['check']}" + (f": {numbers}" if numbers else ""), flush=True)
+
+
+def run(args):
+    wanted = args.only.split(",") if args.only else list(PARTS)
+    unknown = [name for name in wanted if name not in PARTS]
+    if unknown:
+        raise ConfigError(f"--only={args.only}: unknown part '{unknown[0]}', expected some of {', '.join(PARTS)}")
+    available, why_not = hardware.cuda_available()
+    if not available:
+        print(f"no GPU here: {why_not or 'torch finds none'}; run this on a machine that has one")
+        return 2
+    report = {name: run_part(name, Setting()) for name in wanted}
+    rows = list(itertools.chain(*report.values()))
+    failed = [row["check"] for row in rows if row["ok"] is False]
+    with open(args.out, "w") as f:
+        json.dump({"machine": hardware.facts("cuda"), "failed": failed, "parts": report}, f, indent=1)
+    print(f"{len(failed)} of {sum(row['ok'] is not None for row in rows)} checks failed; please send us {args.out}")
+    return 1 if failed else 0

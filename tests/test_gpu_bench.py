@@ -1,0 +1,54 @@
+"""bench.py kernel and step on CUDA, with stand-ins for its events."""
+
+import torch
+
+from benchmarks import kernel, tools
+from trainer import hardware
+
+
+class Event:
+    made = []
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+        Event.made.append(self)
+
+    def record(self):
+        self.at = len(Event.made)
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, other):
+        return other.at - self.at
+
+
+def test_kernels_are_timed_by_events_behind_a_write_that_empties_the_l2(monkeypatch):
+    writes = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(kernel, "half_a_gigabyte", lambda: type("Buffer", (), {"zero_": lambda self: writes.append(1)})())
+    monkeypatch.setattr(hardware, "synchronize", lambda device: writes.append("a wait within the call"))
+    found = kernel.variant(lambda: 1, lambda out: None, "cuda")()
+    assert found == {"forward": 1e-3, "backward": 1e-3, "both": 2e-3} and writes == [1]
+
+
+def test_a_gpus_memory_is_what_its_allocator_held(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 350)
+    assert tools.peak_bytes(lambda: None, device="cuda") == 250
+
+
+def test_the_ceiling_multiplies_data_where_ones_would_draw_less_power_and_leaves_the_runs_random_numbers_alone(monkeypatch):
+    seen, real = [], torch.randn
+
+    def randn(*size, device, generator):
+        seen.append(device)
+        return real(8, 8, generator=generator)
+    generator = torch.Generator
+    monkeypatch.setattr(torch, "randn", randn)
+    monkeypatch.setattr(torch, "Generator", lambda device: generator())
+    monkeypatch.setattr(hardware, "synchronize", lambda device: None)
+    before = torch.get_rng_state()
+    assert hardware.matmul_ceiling("cuda", torch.float32, seconds=0) > 0
+    assert seen == ["cuda", "cuda"] and torch.equal(before, torch.get_rng_state())
