@@ -415,7 +415,9 @@ def soak(attack, steps):
         with contextlib.suppress(OSError):
             rows = sum(1 for _ in open(log))
             memory = int(open(f"/proc/{child.pid}/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            marks.append((rows, memory, len(os.listdir(f"/proc/{child.pid}/fd"))))
+            files = len(os.listdir(f"/proc/{child.pid}/fd"))
+            if memory and files:  # else it has just ended
+                marks.append((rows, memory, files))
         time.sleep(0.2)
     first = next(m for m in marks if m[0] >= steps // 1000)
     grown, files = marks[-1][1] / first[1] - 1, marks[-1][2] - first[2]
