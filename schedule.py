@@ -52,7 +52,7 @@ class Schedule:
     def check(cls, config, quantum):
         """ValueError where batches cannot be had in this quantum, or the schedule's keys contradict each other."""
         for key in cls.keys:
-            whole(key, getattr(config, key), config.micro_batch_size, quantum)
+            check_multiple(key, getattr(config, key), config.micro_batch_size, quantum)
 
     def learning_rate(self, tokens, after):
         """Of the step from `tokens` to `after`, for the reference batch."""
@@ -93,7 +93,7 @@ class Constant(Schedule):
         return self.config.batch_size
 
     def walk(self, end, block_size):
-        return all_of(self.config.batch_size, end, block_size, smallest=self.config.batch_size)
+        return constant_walk(self.config.batch_size, end, block_size, smallest=self.config.batch_size)
 
 
 class Between(Schedule):
@@ -176,8 +176,8 @@ class File(Schedule):
         super().__init__(config, quantum)
         self.path = config.batch_file
         self.text = self.points = None  # in force
-        self.seen = None  # the newest text looked at, good or bad
-        self.signature = None  # of the file when it was last read
+        self.seen = None  # last read, perhaps bad
+        self.signature = None  # of the file then: the same one need not be read again
 
     @classmethod
     def check(cls, config, quantum):
@@ -303,7 +303,7 @@ class Controller(Between):
 
     def walk(self, end, block_size):
         """The fewest steps there can be, all of the largest batch."""
-        return all_of(self.largest, end, block_size, smallest=self.smallest)
+        return constant_walk(self.largest, end, block_size, smallest=self.smallest)
 
     def observe(self, tokens, noise, cost=None):
         """Words of every move, and of a refusal when its reason is another than the last time; else None."""
@@ -386,13 +386,13 @@ def build(config, quantum, saved=None):
     return batches
 
 
-def all_of(batch, end, block_size, smallest):
+def constant_walk(batch, end, block_size, smallest):
     """walk() where every step has the same batch."""
     count = -(-end // (batch * block_size))
     return count, count * batch * block_size, (smallest, batch)
 
 
-def whole(key, batch, micro, quantum):
+def check_multiple(key, batch, micro, quantum):
     """ValueError unless a batch is whole quanta."""
     if batch % quantum == 0:
         return

@@ -109,9 +109,9 @@ def train_alone(config, ranks, device):
 
         # -- evaluation and checkpoint, outside the clock
         with run.clock.paused():
-            if run.passed(config.eval_tokens):
+            if run.due(config.eval_tokens):
                 run.evaluated(validation_loss(step, data))
-            if stopping or run.unsaved or run.passed(config.checkpoint_tokens):
+            if stopping or run.unsaved or run.due(config.checkpoint_tokens):
                 run.save()
 
     run.close()

@@ -20,7 +20,7 @@ import torch
 from configurator import Config
 from model import GPT, GPTConfig, Norm
 from trainer import distributed, hardware
-from trainer.step import TrainingStep, fetch
+from trainer.step import TrainingStep, to_host
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 BENCH, TRAIN = (os.path.join(ROOT, name) for name in ("bench.py", "train.py"))
@@ -171,7 +171,7 @@ class Step:
     def step(self, x, y):
         """Returns the loss."""
         record = self.measured(x, y)
-        self.inner.absorb(*fetch([record]), record)
+        self.inner.absorb(*to_host([record]), record)
         return record.numbers["loss"]
 
     def measured(self, x, y):

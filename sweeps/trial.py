@@ -150,7 +150,7 @@ def build_step(config, data, device, dtype):
 def timed_step(step, data, accum, before, clock):
     """One step of train.py from the first examples on; (seconds of its micro-steps, of the rest)."""
     from trainer import hardware
-    from trainer.step import fetch
+    from trainer.step import to_host
     config, size, device = step.config, step.config.micro_batch_size, step.device
     hardware.synchronize(device)
     start = clock()
@@ -159,7 +159,7 @@ def timed_step(step, data, accum, before, clock):
     hardware.synchronize(device)
     middle = clock()
     record = step.update(config.learning_rate, config.beta2, config.weight_decay)
-    step.absorb(*fetch([record]), record)  # train.py does this for all steps of a log line at once
+    step.absorb(*to_host([record]), record)  # train.py does this for all steps of a log line at once
     return middle - start, clock() - middle
 
 

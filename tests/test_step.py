@@ -13,7 +13,7 @@ from tests.conftest import TINY
 from trainer import batches, checkpoint, distributed, log
 from trainer.distributed import Ranks
 from trainer.optimizer import OPTIMIZERS
-from trainer.step import TrainingStep, fetch
+from trainer.step import TrainingStep, to_host
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
 ONE_STEP = dict(batch_schedule="constant", max_tokens=256, warmup_tokens=0, lr_decay="none")  # of 16 sequences of 16 tokens
@@ -143,7 +143,7 @@ def test_several_steps_are_fetched_in_one_transfer_and_in_order(tiny_data, monke
     records = [run_step(step, tiny_data) for _ in range(3)]
     transfers, real = [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda t: transfers.append(1) or real(t))
-    values = fetch(records)
+    values = to_host(records)
     assert len(transfers) == 1
     for record, found in zip(records, values):
         assert found["loss"][0] == float(record.numbers["loss"])

@@ -13,7 +13,7 @@ from model import GPT, GPTConfig
 from trainer import batches, checkpoint, log
 from trainer.distributed import Ranks
 from trainer.optimizer import Optimizer
-from trainer.step import TrainingStep, fetch
+from trainer.step import TrainingStep, to_host
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
 GROUPS = ("norm", "attention", "mlp", "embedding", "total", "block_0", "block_1")
@@ -56,7 +56,7 @@ def one_step(config, model, optimizer, x, y):
     size = config.micro_batch_size
     step.accumulate(zip(x.split(size), y.split(size)), len(x) // size, 0, x.numel())
     record = step.measure()
-    step.absorb(*fetch([record]), record)
+    step.absorb(*to_host([record]), record)
     return step
 
 

@@ -383,7 +383,7 @@ def test_a_constant_batch_tells_steps_and_tokens_but_no_time(tmp_path, capsys):
     assert all(row["seconds"] is None and row["steps"] > 0 for row in found["rows"])
     assert whatif.main([run]) == 0
     assert "Time cannot be predicted" in capsys.readouterr().out
-    assert "vary too little" in refused(capsys, run, "--hours=1")
+    assert "too few steps to tell" in refused(capsys, run, "--hours=1")
     assert "--objective=balance" in refused(capsys, run, "--export=steps")
     assert whatif.main([run, "--export=steps", "--objective=balance"]) == 0
 

@@ -5,8 +5,7 @@ Predictions in words: what whatif.py prints, and what a run says at its end.
 from configurator import ConfigError
 from trainer import log, machines, predict
 
-CANNOT_TELL = ("its batches vary too little to tell what a step costs from what a sequence costs (a batch_schedule that moves "
-               "by half or more does, over ten logged rows)")
+CANNOT_TELL = "it made too few steps to tell what a step costs from what a sequence costs"
 
 
 def interval(row, name, show):

@@ -38,7 +38,7 @@ import torch.distributed as dist
 
 import configurator
 from configurator import ConfigError
-from trainer.optimizer import WHOLE_MATRICES
+from trainer.optimizer import NEEDS_UNSHARDED
 from trainer.watchdog import TIMEOUT, Watchdog, connect, exchange
 
 # All blocks share one code object, and with it Dynamo's limit of 8 graphs; beyond it they run uncompiled. A block has one for
@@ -95,7 +95,7 @@ def check(config, world, device):
         return
     if device == "mps":
         raise ConfigError(f"device='mps' has no communication between processes: start one, not {world}")
-    if config.parallel == "fsdp" and config.optimizer in WHOLE_MATRICES:
+    if config.parallel == "fsdp" and config.optimizer in NEEDS_UNSHARDED:
         raise ConfigError(f"optimizer={config.optimizer!r} updates whole matrices, which parallel='fsdp' never holds: "
                           "take parallel='ddp' or optimizer='adamw'")
     if config.parallel == "fsdp" and config.gns_crosscheck:

@@ -37,7 +37,7 @@ def muon(model, config):
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": muon}
-WHOLE_MATRICES = {"muon"}  # their update is a product of whole matrices, which fsdp never holds
+NEEDS_UNSHARDED = {"muon"}  # their update is a product of whole matrices, which fsdp never holds
 
 
 def fused_adamw(groups, config):
@@ -73,27 +73,27 @@ class Optimizer:
 
     def clip_and_step(self, record):
         """Clip the gradient to grad_clip and update, unless the step was bad."""
-        excess = None
+        shrink_by = None  # how much too long the gradient is
         if self.grad_clip > 0:
-            excess = torch.clamp((record["param_sq"].sum().sqrt() + 1e-6) / self.grad_clip, min=1.0)
+            shrink_by = torch.clamp((record["param_sq"].sum().sqrt() + 1e-6) / self.grad_clip, min=1.0)
         for part in self.parts:
             # The fused kernel divides by grad_scale and skips the step if found_inf: they are the GradScaler's, and do for
             # clipping and for bad steps. Metal's kernel does not look at them
             if part.defaults.get("fused") and self.device != "mps":
-                part.grad_scale, part.found_inf = excess, record["bad"]
+                part.grad_scale, part.found_inf = shrink_by, record["bad"]
                 part.step()
             else:
-                self.plain_step(part, excess, record["bad"])
+                self.plain_step(part, shrink_by, record["bad"])
         if self.scaler.is_enabled():
             self.scaler.update()
         self.zero_grad()
 
     @staticmethod
-    def plain_step(part, excess, bad):
+    def plain_step(part, shrink_by, bad):
         if bad:
             return
-        if excess is not None:
-            torch._foreach_div_([local(p.grad) for group in part.param_groups for p in group["params"]], excess)
+        if shrink_by is not None:
+            torch._foreach_div_([local(p.grad) for group in part.param_groups for p in group["params"]], shrink_by)
         part.step()
 
     def zero_grad(self):

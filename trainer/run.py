@@ -14,7 +14,7 @@ import schedule
 from configurator import ConfigError
 from rightbatch.tracker import crossed, named
 from trainer import checkpoint, hardware, log, noise, resume, step_time, summary
-from trainer.step import fetch
+from trainer.step import to_host
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
 BLOWN_UP = 1.5  # times the loss of an untrained model: no run that learns is there
@@ -48,16 +48,16 @@ class Run:
         self.unsaved, self.saved_step = False, None  # whether the next step must be saved; the step of the newest checkpoint
         self.val_loss = None  # of the weights as they are
         self.died = self.blown_up = False  # the newest evaluation was not finite; the loss is far too high, which has been said
-        self.known = {key: saved.get(key) for key in ("log", "path", "arithmetic")} if self.resumed else {}
+        self.saved_facts = {key: saved.get(key) for key in ("log", "path", "arithmetic")} if self.resumed else {}
         ranks.seed(config.seed, 0)
-        self.streams_go_on = True
+        self.rng_restored = True
         if saved:
             ranks.load_optimizer(step.optimizer, saved.pop("optimizer"))
             step.optimizer.scaler.load_state_dict(saved["scaler"])
             self.count = Counters(**saved["state"])
             step.load_state_dict(saved["gns"])
             step.timer.load_state_dict(saved.get("step_time"))
-            self.streams_go_on = ranks.restore_rng(saved["rng"], config.seed, self.count.step)
+            self.rng_restored = ranks.restore_rng(saved["rng"], config.seed, self.count.step)
         if self.branched:
             self.count.best_val_loss = self.count.best_saved_loss = self.count.wandb_id = None
 
@@ -73,13 +73,13 @@ class Run:
         if ranks.first:
             checkpoint.remove_leftovers(config.out_dir)
             if self.resumed:
-                checkpoint.promote(config.out_dir, self.known["path"])
+                checkpoint.promote(config.out_dir, self.saved_facts["path"])
                 self.saved_step = self.count.step
             checkpoint.write_json(os.path.join(config.out_dir, "config.json"),
                                   {"config": asdict(config), **hardware.facts(step.device), "processes": ranks.world,
                                    "dtype": str(step.dtype).removeprefix("torch."), "parameters": parameters,
                                    "data": self.data.meta})
-            self.out = log.RunLog(config, self.count.step, self.count.wandb_id, self.known.get("log"))
+            self.out = log.RunLog(config, self.count.step, self.count.wandb_id, self.saved_facts.get("log"))
         self.count.wandb_id = self.out.wandb.id if self.out.wandb else self.count.wandb_id
         self.ceiling = hardware.matmul_ceiling(step.device, step.dtype) * ranks.world
         for line in summary.opening(self, parameters):
@@ -92,7 +92,7 @@ class Run:
         if self.branched:
             self.event(f"branched from {config.branch_from} at {self.count.tokens} tokens")
         self.event(self.out.news)
-        self.event(resume.differences(self.known.get("arithmetic"), self.arithmetic()))
+        self.event(resume.differences(self.saved_facts.get("arithmetic"), self.arithmetic()))
 
     def arithmetic(self):
         return resume.arithmetic(self.config, self.ranks, self.step)
@@ -144,24 +144,24 @@ class Run:
         """Count the step; its numbers stay on the device until fetch."""
         self.pending.append(record)
         self.val_loss = None
-        self.before, self.lr, self.accum, self.batch_size = self.count.tokens, lr, accum, record.batch_size
+        self.tokens_before, self.lr, self.accum, self.batch_size = self.count.tokens, lr, accum, record.batch_size
         self.count.step += 1
         self.count.tokens += record.tokens
         self.count.examples += record.batch_size
 
-    def passed(self, every):
+    def due(self, every):
         """Whether the newest step ended the run or crossed a multiple of `every` tokens."""
-        return self.over or crossed(self.before, self.count.tokens, every)
+        return self.over or crossed(self.tokens_before, self.count.tokens, every)
 
     def at_log_line(self, ahead=0):
         return (self.count.step + ahead) % self.config.log_interval == 0
 
-    def fetch(self):
+    def to_host(self):
         """All pending steps in one transfer; bring averages and counters up to date, in order."""
         if not self.pending:
             return
         count = self.count
-        for values, record in zip(fetch(self.pending), self.pending):
+        for values, record in zip(to_host(self.pending), self.pending):
             bad = values["bad"][0] > 0
             self.last = {"loss": float(values["loss"][0]), "grad_norm": float(np.sqrt(values["param_sq"].sum()))}
             count.bad_steps += int(bad)

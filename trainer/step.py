@@ -4,11 +4,11 @@ The one training step. train.py, the sweeps' trials, every benchmark and the tes
     step = TrainingStep(model, config, ranks, device, dtype)
     step.accumulate(micro_batches, accum, before, after)      # gradients of all micro-batches, measured on the way
     record = step.update(lr, beta2, weight_decay)             # |G|, clipping, update
-    values = fetch([record, ...])                             # later: the numbers of several steps in one transfer
+    values = to_host([record, ...])                            # later: the numbers of several steps in one transfer
     step.absorb(values[0], record); step.row()                # averages; the keys of a log line
 
-The loss of a step is the mean over its B examples. A step with fused AdamW never waits for the device; fetch does, once for all
-the steps of a log line. B sequences in a step.
+The loss of a step is the mean over its B examples. A step with fused AdamW never waits for the device; to_host does, once for
+all the steps of a log line. B sequences in a step.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ class Record:
     mode: str  # which sites were measured: off, norm or exact
     batch_size: int
     tokens: int
-    moments: tuple | None = None  # of the clock, see step_time
+    times: tuple | None = None  # moments of the clock, see step_time
 
 
 class TrainingStep:
@@ -125,7 +125,7 @@ class TrainingStep:
         self.optimizer.set(lr, beta2, weight_decay)
         self.optimizer.clip_and_step(record.numbers)
         record.numbers.update(self.summed(self.stats.after_update()))
-        record.moments = self.timer.end()
+        record.times = self.timer.end()
         return record
 
     def measure(self):
@@ -152,10 +152,10 @@ class TrainingStep:
     # -- on the host, for every step in order
 
     def absorb(self, values, record):
-        """Bring the averages up to date with a step, from its values (see fetch)."""
+        """Bring the averages up to date with a step, from its values (see to_host)."""
         self.stats.absorb(values)
-        if record.moments:
-            self.timer.absorb(record.moments, record.tokens, kind=(record.mode, "param_psq" in record.numbers))
+        if record.times:
+            self.timer.absorb(record.times, record.tokens, kind=(record.mode, "param_psq" in record.numbers))
         if values["bad"][0] == 0:
             self.tracker.absorb(values, record.mode, record.batch_size, record.tokens)
             if self.crosscheck:
@@ -182,7 +182,7 @@ class TrainingStep:
                 scale.load_state_dict(state["scales"][name])
 
 
-def fetch(records):
+def to_host(records):
     """[Record] of several steps -> [{name: flat float64 array}], in one transfer."""
     tensors = [t for record in records for t in record.numbers.values()]
     flat = torch.cat([t.reshape(-1) for t in tensors]).cpu().double().numpy()

@@ -23,7 +23,7 @@ def opening(run, parameters):
     yield (f"{data.meta['tokenizer']} tokens of {config.dataset}: {log.count(data.meta['train_tokens'])} to train on, "
            f"{log.count(data.meta['val_tokens'])} to validate; {'resuming at' if goes_on else 'until'} "
            f"{log.count(run.count.tokens if goes_on else run.end)} tokens; log and checkpoint in {config.out_dir}")
-    if not run.streams_go_on and config.dropout > 0:
+    if not run.rng_restored and config.dropout > 0:
         yield "the checkpoint is from another number of processes: dropout draws anew from here, by seed, step and rank"
     if noise.noise_key(config) and noise.metric(config) != config.gns_metric:
         yield ("The run goes by the plain noise scale: Adam's metric of the whole model needs gns_adam, optimizer='adamw' and "
