@@ -156,7 +156,7 @@ class Run:
     def at_log_line(self, ahead=0):
         return (self.count.step + ahead) % self.config.log_interval == 0
 
-    def to_host(self):
+    def fetch(self):
         """All pending steps in one transfer; bring averages and counters up to date, in order."""
         if not self.pending:
             return
