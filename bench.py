@@ -13,6 +13,7 @@
     python bench.py data --text=book.txt           tokenisation beside tiktoken's own, and its memory
     python bench.py startup         from the command `python train.py` to its first lines
     python bench.py grad_stats      what grad_stats=True costs
+    python bench.py watch           what watch costs in Hugging Face's GPT-2 and Llama
     python bench.py gpu             the acceptance run of somebody who has a GPU (make gpu, docs/gpu.md)
 
 Variants take turns within each round, so that whatever else the machine does falls on all of them; medians and

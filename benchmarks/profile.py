@@ -17,6 +17,7 @@ FLOPs are those of matrix products (GPT.flops_per_token), the ceiling is hardwar
 import bisect
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import statistics
@@ -198,11 +199,13 @@ def token_file(shape):
     """A dataset of random tokens, so that data come the way they come in training."""
     with tempfile.TemporaryDirectory() as folder:
         n = max(1 << 20, 4 * shape["block_size"])
+        tokens = np.random.default_rng(0).integers(shape["vocab_size"], size=n, dtype=np.uint16)
+        checksum = hashlib.sha256(tokens.tobytes()).hexdigest()
         for split in ("train", "val"):
-            np.random.default_rng(0).integers(shape["vocab_size"], size=n, dtype=np.uint16).tofile(f"{folder}/{split}.bin")
+            tokens.tofile(f"{folder}/{split}.bin")
         with open(f"{folder}/meta.json", "w") as f:
-            json.dump({"vocab_size": shape["vocab_size"], "dtype": "uint16", "tokenizer": "random", "train_sha256": "",
-                       "train_tokens": n, "val_tokens": n}, f)
+            json.dump({"vocab_size": shape["vocab_size"], "dtype": "uint16", "tokenizer": "random", "train_tokens": n,
+                       "val_tokens": n, "train_sha256": checksum, "val_sha256": checksum}, f)
         yield batches.Dataset(folder, shape["block_size"])
 
 

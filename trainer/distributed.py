@@ -25,6 +25,7 @@ both moments (12 bytes per parameter), and writes alone: fine to some ten billio
 torch.distributed.checkpoint's folder of shards is the right tool.
 """
 
+import gc
 import json
 import os
 import re
@@ -322,6 +323,7 @@ class Ranks:
     def stop(self):
         """The good end: all together."""
         if self.world > 1:
+            gc.collect()  # what still refers to the process group (a DDP model in a cycle) must go before it
             self.wait()
             self.watchdog.close()
             dist.destroy_process_group()

@@ -99,9 +99,8 @@ class Run:
 
     def close(self):
         self.out.close()
-        if self.ranks.world == 1:  # else a signal that reaches this rank late would end it before the others are done
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
+        for number, handler in self.handlers.items():  # one that reaches a rank late must not end it before the others are done
+            signal.signal(number, handler if self.ranks.world == 1 else signal.SIG_IGN)
 
     def event(self, text, ahead=0):
         """A line in log and terminal; `ahead`: it is about the step that comes next."""

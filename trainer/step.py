@@ -12,6 +12,7 @@ all the steps of a log line. B sequences in a step.
 """
 
 import contextlib
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,12 +47,13 @@ class TrainingStep:
         self.autocast = hardware.autocast(device, dtype)
         self.parameters = dict(model.named_parameters())
         self.copies = 1 if ranks.sharded else ranks.world  # processes that hold the same gradient
-        self.measures_adam = config.gns_adam and not (ranks.sharded and config.gns == "exact")  # see metric
+        self.measures_adam = config.gns_adam and not (ranks.sharded and config.gns == "exact")  # see metric_of
+        metric = functools.partial(metric_of, self.optimizer, ranks, len(self.parameters)) if self.measures_adam else None
         self.tracker = Tracker(
             self.parameters, {mode: model.probe_sites(mode) for mode in ("norm", "exact")}, config.gns,
             micro_batch_size=config.micro_batch_size, half_life_tokens=config.gns_half_life_tokens,
-            calibrate_tokens=config.gns_calibrate_tokens, metric=self.metric if self.measures_adam else None, rank=ranks.rank,
-            world=ranks.world, copies=self.copies, device=device)
+            calibrate_tokens=config.gns_calibrate_tokens, metric=metric, rank=ranks.rank, world=ranks.world,
+            copies=self.copies, device=device)
         self.crosscheck = None
         if config.gns_crosscheck:
             groups = {group: self.tracker.members["exact"][group][1] for group in ("norm", "total")}
@@ -62,18 +64,6 @@ class TrainingStep:
         quantum, setting = config.micro_batch_size * ranks.world, (hardware.device_name(device), config.parallel,
                                                                    config.activation_checkpointing, self.compiled)
         self.timer = StepTime(device, quantum, config.gns_half_life_tokens, ranks.world, last_ready, setting)
-
-    def metric(self, named):
-        """The optimizer's metric of these parameters, or None: (this process's part of each, each unsharded). Shards are
-        gathered for the norm layers alone, a few vectors: all parameters would be a second model on each process."""
-        if self.ranks.sharded and len(named) == len(self.parameters):
-            return None
-        mine = self.optimizer.metric(named)
-        if mine is None:
-            return None
-        if not self.ranks.sharded:
-            return mine, mine
-        return mine, self.ranks.gather_shards(mine, {name: p.shape for name, p in named.items()})
 
     def evaluating(self):
         """Around evaluation, which is not compiled: it would take as long to compile as to run, with graphs of its own."""
@@ -189,3 +179,14 @@ def to_host(records):
     ends = np.cumsum([t.numel() for t in tensors]).tolist()
     pieces = iter([flat[begin:end] for begin, end in zip([0, *ends], ends)])
     return [{name: next(pieces) for name in record.numbers} for record in records]
+
+
+def metric_of(optimizer, ranks, count, named):
+    """The optimizer's metric of these parameters of `count`, or None: (this process's part of each, each unsharded). Shards are
+    gathered for the norm layers alone, a few vectors: all parameters would be a second model on each process."""
+    if ranks.sharded and len(named) == count:
+        return None
+    mine = optimizer.metric(named)
+    if mine is None:
+        return None
+    return mine, ranks.gather_shards(mine, {name: p.shape for name, p in named.items()}) if ranks.sharded else mine
