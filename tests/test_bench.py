@@ -12,8 +12,9 @@ import torch
 
 import bench
 import ln_kernel
+from benchmarks import against, kernel, profile, step, tools
 from benchmarks import data as data_benchmark
-from benchmarks import kernel, profile, step, tools
+from model import GPT, GPTConfig
 
 
 @pytest.fixture
@@ -47,7 +48,6 @@ def test_step_reports_every_variant_and_its_ratio(tiny_models, tmp_path, monkeyp
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_the_models_compared_compute_the_same_thing(tiny_models):
     """Plain modules with the weights of ours give the same loss, and torch.func's norms are the exact mode's."""
-    from model import GPT, GPTConfig
     torch.manual_seed(0)
     ours, plain = GPT(GPTConfig(tie_weights=False, **tiny_models)), step.PlainGPT(**tiny_models)
     names = {"ln_1": "ln_1", "c_attn": "attn.c_attn", "proj": "attn.c_proj", "ln_2": "ln_2", "c_fc": "mlp.c_fc",
@@ -141,6 +141,24 @@ def run_against(path, out, monkeypatch):
 def tiny_bench(monkeypatch):
     shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
     monkeypatch.setitem(tools.MODELS, "tiny", (shape, 3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_against_checks_our_losses_in_float32_and_times_the_dtype_that_is_asked_for(tiny_models, dtype, monkeypatch):
+    monkeypatch.setattr(against.hardware, "prepare_cpu", lambda: None)
+    seen = []
+
+    class Seen(tools.Step):
+        def __init__(self, *args, like=None, **kwargs):
+            super().__init__(*args, like=like, **kwargs)
+            if not like:
+                self.model.h[0].mlp.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+
+    monkeypatch.setattr(against, "Step", Seen)
+    run = against.our_side(tiny_models, 2, GPT(GPTConfig(**tiny_models)).state_dict(), "", dtype)
+    for number in range(against.LOSS_STEPS + 2):
+        run(*tools.batch_of(tiny_models, 2, number))
+    assert seen == [torch.float32] * against.LOSS_STEPS + [dtype] * 2
 
 
 @pytest.mark.parametrize("scale, code", [("1", 0), ("3", 1)])
@@ -244,7 +262,6 @@ def test_profile_writes_a_table_for_a_model_and_a_config_file(tiny_bench, tmp_pa
 
 
 def test_flops_by_part_are_those_of_the_model():
-    from model import GPT, GPTConfig
     shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
     assert sum(profile.flops(shape, 3).values()) == 24 * GPT(GPTConfig(**shape)).flops_per_token()
 
