@@ -6,6 +6,7 @@ bench.py step: forward, backward, measurement, clipping and AdamW, on random tok
                                                                      # BackPACK (pip install -r requirements-bench.txt)
     python bench.py step --ranks=2                 # the same under DDP
     python bench.py step --against=../nanoGPT      # our step beside that of a nanoGPT checkout: against.py
+    python bench.py step --against=../nanoGPT --whole      # their train.py and ours, whole processes in turn: whole.py
 """
 
 import json
@@ -19,7 +20,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from benchmarks import against, tools
+from benchmarks import against, tools, whole
 from benchmarks.tools import BENCH, MODELS, batch_of, interleave, paired, peak_bytes, plain, spread, write_json
 from configurator import Config, ConfigError
 from trainer import distributed, hardware
@@ -28,6 +29,7 @@ from trainer import distributed, hardware
 def arguments(parser):
     parser.add_argument("--models", default="", help=f"some of {', '.join(MODELS)}, by comma")
     parser.add_argument("--against", metavar="PATH", help="a nanoGPT checkout: time its step and ours in turns")
+    parser.add_argument("--whole", action="store_true", help="with --against: its train.py and ours, whole processes in turn")
     parser.add_argument("--dtype", default="auto", choices=("auto", "float32", "bfloat16"), help="auto: as train.py picks it")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="cuda: compiled, as train.py does")
     parser.add_argument("--others", action="store_true", help="also torch.func, Opacus and BackPACK")
@@ -36,7 +38,7 @@ def arguments(parser):
     parser.add_argument("--processes", type=int, default=1, help="so many, one after the other, each with all rounds")
     parser.add_argument("--seconds", type=float, default=30.0, help="per model, at least")
     parser.add_argument("--rounds", type=int, default=7, help="at least so many per model")
-    parser.add_argument("--out", help="default: results/step.json, or results/step_against.json")
+    parser.add_argument("--out", help="default: results/step.json, step_against.json or step_whole.json")
 
 
 class PlainGPT(torch.nn.Module):
@@ -156,13 +158,16 @@ def variants_of(name, others, ranks, dtype, only=None, device="cpu"):
 
 def run(args):
     """Our step in its variants; with --against PATH our step beside nanoGPT's."""
-    args.models = args.models or ("char,gpt_111m" if args.against else "quickstart,char,gpt_111m")
-    args.out = args.out or f"results/step{'_against' if args.against else ''}.json"
+    if args.whole and not args.against:
+        raise ConfigError("--whole: give a nanoGPT checkout with --against=PATH")
+    usual, name = (("char", "step_whole") if args.whole else ("char,gpt_111m", "step_against") if args.against else
+                   ("quickstart,char,gpt_111m", "step"))
+    args.models, args.out = args.models or usual, args.out or f"results/{name}.json"
     unknown = [name for name in args.models.split(",") if name not in MODELS]
     if unknown:
         raise ConfigError(f"--models={args.models}: unknown model '{unknown[0]}', expected some of {', '.join(MODELS)}")
     if args.against:
-        return against.run(args)
+        return whole.run(args) if args.whole else against.run(args)
     if args.processes > 1:
         return in_processes(args)
     if args.ranks > 1 and "RANK" not in os.environ:  # start over, as so many processes

@@ -68,10 +68,13 @@ class Runs:
         return log.read(self.path(name))
 
     def final_loss(self, name):
-        return [r["val/loss"] for r in self.rows(name) if "val/loss" in r][-1]
+        """inf for a run that died."""
+        rows = self.rows(name)
+        return float("inf") if log.died(rows) else [r["val/loss"] for r in rows if "val/loss" in r][-1]
 
-    def do(self, wanted):
-        """wanted {name: changes to the config}: run those that are not finished yet, as sweep.py runs does."""
+    def do(self, wanted, may_die=False):
+        """wanted {name: changes to the config}: run those that are not finished yet, as sweep.py runs does. may_die: a loss
+        that is not finite is a result, as in a search for the learning rate."""
         configs = {name: dataclasses.replace(self.config, wandb_log=False, **changes) for name, changes in wanted.items()}
         group = self.group(configs, self.args.out, self.args.jobs, alone=not self.args.tiny)
         try:
@@ -79,7 +82,8 @@ class Runs:
         except configurator.ConfigError as e:
             configurator.die(e)
         for name, message in group.failed.items():
-            configurator.die(f"{name}: {message}")
+            if not (may_die and log.died(self.rows(name))):
+                configurator.die(f"{name}: {message}")
 
 
 def write(args, config, paper, finding, numbers):

@@ -1,17 +1,24 @@
 """
 Does one run replace the sweep? From single runs, the steps of every other batch to a loss, against the runs that took them.
 
-    python experiments/prediction.py                       # 3 x 96: 54 runs, an hour and a half on two quiet cores
+    python data/python/prepare.py
+    python experiments/prediction.py                       # 3 x 96: some 50 runs, three quarters of an hour on two quiet cores
     python experiments/prediction.py --seeds 1             # a first look
-    python experiments/prediction.py --config config/quickstart.py --name=prediction_quickstart
+    python experiments/prediction.py --name=prediction_decay --out=out/prediction_decay --lr_decay=linear --max_tokens=3_000_000
+    python experiments/prediction.py --name=prediction_quickstart --out=out/prediction_quickstart --n_layer=4 --n_embd=128 \\
+        --n_head=4 --max_tokens=3_000_000
 
-Constant batches, each with the best of three learning rates (by final validation loss, on a seed that is not reported). Every
-reported run is exact, and those at the source batches are made once more with gns=norm, which calibrates. From each source run,
-by each candidate noise scale (norm layers, calibrated, total; plain, Adam's metric): predicted over really taken steps, to five
-losses in either half of training. Then the factor on the noise scale that would have predicted best.
+Constant batches, each with its own best learning rate: by final validation loss, on a seed that is not reported, in factors of
+two, and further until the best is not at an end. After the warm-up the learning rate stays as it is. If it fell with the
+tokens, a larger batch would reach a loss later, at a lower learning rate, and look better than it is.
+Runs at the source batches are made twice, with gns=norm, which calibrates, and with gns=exact: the training is the same. From
+each source run, by each candidate noise scale (norm layers, calibrated, total; plain, Adam's metric): predicted over really
+taken steps, to five losses in either half of training. Then the factor on the noise scale that would have predicted best.
 """
 
+import functools
 import itertools
+import math
 import statistics
 import sys
 
@@ -19,17 +26,17 @@ import numpy as np
 from common import Runs, parse, write
 
 import gns
-from configurator import ConfigError
 from plots import style
 from plots.compare import curve, reach
 from trainer import predict
 
 PAPER = ("The paper: predicts nothing of this kind. McCandlish et al. 2018 (arXiv 1812.06162, section 2) say that a step of "
          "batch B makes the share B / (B + N) of the progress of one without noise.")
-SETTINGS = dict(n_layer=3, n_embd=96, n_head=3, max_tokens=1_500_000, warmup_tokens=75_000, gns_half_life_tokens=150_000,
-                batch_size_start=8)
-TINY = dict(gns_calibrate_tokens=64, max_tokens=2560)
-BATCHES, SOURCES, FACTORS = (4, 8, 16, 32, 64, 128), (8, 16, 32), (1.0, 2.0, 4.0)
+SETTINGS = dict(dataset="python", n_layer=3, n_embd=96, n_head=3, max_tokens=5_000_000, warmup_tokens=150_000,
+                lr_decay="none", gns_half_life_tokens=250_000, batch_size_start=8, eval_iters=256)
+TINY = dict(dataset="stdlib", gns_calibrate_tokens=64, max_tokens=2560)
+BATCHES, SOURCES = (4, 8, 16, 32, 64, 128), (8, 16, 32)
+REFERENCE, FARTHEST = 16, 64  # the search for a learning rate starts at sqrt(batch / REFERENCE) and ends at this factor
 CANDIDATES = {"gns/total_adam": "exact", "gns/calibrated_adam": "norm", "gns/norm_adam": "exact",
               "gns/total": "exact", "gns/calibrated": "norm", "gns/norm": "exact"}  # key: the run that has it
 
@@ -39,23 +46,54 @@ def run_name(batch, factor, seed, mode):
 
 
 def experiment(runs, seeds, tuning_seed):
-    """{batch: factor on the learning rate}, after all runs."""
+    """({batch: best factor on the learning rate}, {batch: {factor: final loss}}), after all runs."""
     config = runs.config
 
     def wanted(those):
         return {run_name(b, f, s, mode): dict(
             batch_schedule="constant", batch_size=b, batch_size_start=b, micro_batch_size=min(b, config.micro_batch_size),
             seed=s, learning_rate=config.learning_rate * f, min_lr=config.min_lr * f, gns=mode) for b, f, s, mode in those}
-    runs.do(wanted((b, f, tuning_seed, "norm") for b in BATCHES for f in FACTORS))
-    best = {b: min(FACTORS, key=lambda f: runs.final_loss(run_name(b, f, tuning_seed, "norm"))) for b in BATCHES}
-    runs.do(wanted((b, best[b], s, mode) for s in seeds for mode in ("exact", "norm") for b in BATCHES
-                   if mode == "exact" or b in SOURCES))
-    return best
+
+    def try_out(those):
+        runs.do(wanted((b, f, tuning_seed, "norm") for b, f in those), may_die=True)
+        return {(b, f): runs.final_loss(run_name(b, f, tuning_seed, "norm")) for b, f in those}
+    tried = tune(try_out)
+    best = {b: min(own, key=own.get) for b, own in tried.items()}
+    runs.do(wanted((b, best[b], s, mode) for s in seeds for mode in ("norm", "exact") for b in BATCHES
+                   if mode == "norm" or b in SOURCES))
+    return best, tried
+
+
+def tune(try_out):
+    """{batch: {factor: loss}}, in factors of two around the square-root rule and on until the best is not at an end.
+    try_out([(batch, factor)]) -> {(batch, factor): loss}"""
+    guess = {b: 2.0 ** round(math.log2(b / REFERENCE) / 2) for b in BATCHES}
+    tried, open_ends = {b: {} for b in BATCHES}, [(b, f) for b, g in guess.items() for f in (g / 2, g, 2 * g)]
+    while open_ends:
+        for (b, f), loss in try_out(open_ends).items():
+            tried[b][f] = loss
+        best = {b: min(own, key=own.get) for b, own in tried.items()}
+        beyond = [(b, f) for b in BATCHES for f in (best[b] / 2, best[b] * 2)]
+        open_ends = [(b, f) for b, f in beyond if f not in tried[b] and 1 / FARTHEST <= f <= FARTHEST]
+    return tried
 
 
 def taken(runs, best, seeds):
     """{batch: [validation curve of each seed]}"""
-    return {b: [curve(runs.rows(run_name(b, best[b], s, "exact")), "val") for s in seeds] for b in BATCHES}
+    curves = {b: [curve(runs.rows(run_name(b, best[b], s, "norm")), "val") for s in seeds] for b in BATCHES}
+    return {b: [{**c, "loss": falling(c["loss"])} for c in own] for b, own in curves.items()}
+
+
+def falling(values):
+    """The nearest curve, by squares, that never rises (pool adjacent violators). A running minimum would reach every loss too
+    early where the curve is noisy."""
+    blocks = []  # mean, length
+    for value in values:
+        blocks.append((float(value), 1))
+        while len(blocks) > 1 and blocks[-1][0] > blocks[-2][0]:
+            (b, m), (a, n) = blocks.pop(), blocks.pop()
+            blocks.append(((a * n + b * m) / (n + m), n + m))
+    return np.array([mean for mean, length in blocks for _ in range(length)])
 
 
 def losses(curves):
@@ -64,21 +102,20 @@ def losses(curves):
     run = curves[SOURCES[1]][0]
     end = reach(run, lowest)["steps"]
     at = {"first half": np.linspace(0.1, 0.5, 5), "second half": np.linspace(0.6, 1.0, 5)}
-    return {half: [float(np.interp(share * end, run["steps"], np.minimum.accumulate(run["loss"]))) for share in shares]
+    return {half: [float(np.interp(share * end, run["steps"], run["loss"])) for share in shares]
             for half, shares in at.items()}
 
 
 def predictions(runs, best, seeds, curves):
     """[{half, loss, source, batch, seed, key, phases, taken}]: everything that the table is made of."""
-    found = []
+    found, read = [], functools.cache(lambda name: predict.read(runs.path(name)))
     for half, levels in losses(curves).items():
         for loss, source, seed, (key, mode) in itertools.product(levels, SOURCES, seeds, CANDIDATES.items()):
-            run = predict.read(runs.path(run_name(source, best[source], seed, mode)))
-            try:
-                until = predict.target(run, loss)[2]
-                phases = predict.at(predict.phases(run, predict.noise_values(run.steps, key)[0], until))
-            except (ConfigError, StopIteration):  # never determined, or not reached by this seed
+            run = read(run_name(source, best[source], seed, mode))
+            reached = reach(curves[source][seeds.index(seed)], loss)
+            if reached is None or not any(predict.triple(row, key) for row in run.steps):  # or never determined
                 continue
+            phases = predict.at(predict.phases(run, predict.noise_values(run.steps, key)[0], reached["steps"]))
             for batch in BATCHES:
                 steps = [r["steps"] for r in (reach(c, loss) for c in curves[batch]) if r and r["steps"] > 0]
                 if batch != source and steps:
@@ -160,10 +197,10 @@ def main(argv=None):
     args, config = parse(argv, "prediction", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
     config.eval_tokens = max(1, config.max_tokens // 60)  # losses are interpolated between evaluations
     runs, seeds = Runs(config, args), list(range(1, args.seeds + 1))
-    best = experiment(runs, seeds, tuning_seed=0)
+    best, tried = experiment(runs, seeds, tuning_seed=0)
     found = predictions(runs, best, seeds, taken(runs, best, seeds))
     result = table(found)
-    path = write(args, config, PAPER, finding(result), {"learning_rate_factors": best, "table": result})
+    path = write(args, config, PAPER, finding(result), {"learning_rate_factors": best, "tuning": tried, "table": result})
     draw(found, path)
     return 0
 

@@ -1,5 +1,6 @@
 import itertools
 import json
+import math
 import os
 import sys
 
@@ -62,10 +63,31 @@ def test_the_finding_says_what_came_out_whichever_way():
 
 def test_the_prediction_experiment_runs_and_tells_every_candidate_and_distance(tiny, capsys):
     result = tiny(prediction, "--seeds", "1")
-    assert len(tiny.runs) == len(set(tiny.runs)) == 6 * 3 + 6 + 3
+    assert len(tiny.runs) == len(set(tiny.runs)) == sum(map(len, result["tuning"].values())) + 6 + 3
+    for batch, tried in result["tuning"].items():
+        at, factors = float(result["learning_rate_factors"][batch]), sorted(map(float, tried))
+        assert factors[0] < at < factors[-1], "the best learning rate is not at an end of what was tried"
     assert set(result["table"]) == set(prediction.CANDIDATES)
     assert set(result["learning_rate_factors"]) == {"4", "8", "16", "32", "64", "128"}
     assert result["table"]["gns/total_adam"]["second half"]["x2"]["predictions"] > 0
+
+
+def test_the_search_for_a_learning_rate_goes_on_until_the_best_is_inside_and_tries_nothing_twice():
+    optimum, asked = {4: 0.25, 8: 0.5, 16: 1, 32: 8, 64: 2, 128: 4}, []
+
+    def try_out(those):
+        asked.extend(those)
+        return {(b, f): abs(math.log2(f / optimum[b])) for b, f in those}
+    tried = prediction.tune(try_out)
+    assert {b: min(own, key=own.get) for b, own in tried.items()} == optimum and len(asked) == len(set(asked))
+    assert all(min(own) < optimum[b] < max(own) for b, own in tried.items())
+    assert max(map(max, prediction.tune(lambda those: {(b, f): -f for b, f in those}).values())) == prediction.FARTHEST
+
+
+def test_a_falling_curve_is_the_nearest_by_squares():
+    values = [5.0, 4.0, 4.6, 3.0, 3.4, 3.2, 2.0]
+    assert prediction.falling(values) == pytest.approx([5, 4.3, 4.3, 3.2, 3.2, 3.2, 2])
+    assert prediction.falling([3.0, 2.0, 1.0]) == pytest.approx([3, 2, 1])
 
 
 def test_predictions_are_exact_where_runs_follow_the_theory():

@@ -31,29 +31,44 @@ def library_files(library: Path) -> list[Path]:
     return sorted(paths, key=lambda path: path.relative_to(library).as_posix())
 
 
+def readable(texts) -> dict:
+    """{name: text} without empty files and those with a 0, which ends a document here."""
+    return {name: text for name, text in texts.items() if text.strip() and b"\0" not in text}
+
+
+def library_texts(library: Path) -> dict:
+    """{name: text} of the standard library."""
+    return readable({path.relative_to(library).as_posix(): path.read_bytes() for path in library_files(library)})
+
+
+def write(texts, out_dir, val_fraction, source, quiet=False) -> dict:
+    """The dataset of {name: text}, split by whole files; returns its meta."""
+    sizes = [(name, len(text)) for name, text in texts.items()]
+    chosen = tokens.choose_validation(sizes, val_fraction)
+    documents = (("val" if i in chosen else "train", text, True) for i, text in enumerate(texts.values()))
+    return tokens.build(
+        out_dir,
+        tokens.get_tokenizer("bytes"),
+        documents,
+        total_bytes=sum(size for _, size in sizes),
+        quiet=quiet,
+        source=source,
+        split=f"by file: {len(chosen)} of {len(sizes)} files, chosen by hash of their names",
+    )
+
+
 def prepare(out_dir=None, quiet=False, library=None) -> dict:
     """Write the dataset (by default beside this file) and return its meta."""
     library = Path(library or os.path.dirname(getattr(os, "__file__", "")))
-    texts = {path.relative_to(library).as_posix(): path.read_bytes() for path in library_files(library)}
-    texts = {name: text for name, text in texts.items() if text.strip() and b"\0" not in text}
-    sizes = [(name, len(text)) for name, text in texts.items()]
-    total = sum(size for _, size in sizes)
+    texts = library_texts(library)
+    total = sum(map(len, texts.values()))
     if total < 1_000_000:
         raise tokens.PrepareError(
             f"only {total:,} bytes of standard library source in {library} (zipped or stripped Python?): "
             "use a regular Python, or your own text with data/text/prepare.py"
         )
-    chosen = tokens.choose_validation(sizes, VAL_FRACTION)
-    documents = (("val" if i in chosen else "train", text, True) for i, text in enumerate(texts.values()))
-    return tokens.build(
-        out_dir or Path(__file__).resolve().parent,
-        tokens.get_tokenizer("bytes"),
-        documents,
-        total_bytes=total,
-        quiet=quiet,
-        source=f"standard library of Python {platform.python_version()}",
-        split=f"by file: {len(chosen)} of {len(sizes)} files, chosen by hash of their names",
-    )
+    source = f"standard library of Python {platform.python_version()}"
+    return write(texts, out_dir or Path(__file__).resolve().parent, VAL_FRACTION, source, quiet)
 
 
 def main(argv=None):
