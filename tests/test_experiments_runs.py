@@ -13,12 +13,14 @@ sys.path.insert(0, os.path.join(ROOT, "experiments"))
 
 import accumulation  # noqa: E402
 import attention_divergence  # noqa: E402
+import attention_quality  # noqa: E402
 import bf16_quality  # noqa: E402
 import cross_rank  # noqa: E402
 import lr_tuning  # noqa: E402
 import temperature  # noqa: E402
 
 import configurator  # noqa: E402
+from rightbatch.kernels import attention  # noqa: E402
 from trainer import log  # noqa: E402
 
 
@@ -274,3 +276,21 @@ def test_bf16_quality_runs_every_seed_in_both_and_compares_with_the_spread(tiny)
     outside = bf16_quality.finding({"float32": [1.0, 1.2], "bfloat16": [1.3, 1.3]}, False)
     assert "+0.0200" in inside and "inside the spread" in inside and "fp32 units" in inside
     assert "outside the spread" in outside and "fp32 units" not in outside
+
+
+# -- attention_quality.py
+
+def test_attention_quality_runs_every_seed_with_both_kernels(tiny, monkeypatch):
+    calls, torchs = [], attention.torch_attention
+    monkeypatch.setattr(attention, "torch_attention", lambda *given: calls.append(1) or torchs(*given))
+    result = tiny(attention_quality, "--seeds=2", "--dtype=float32")
+    assert tiny.runs == ["ours_seed0", "ours_seed1", "torch_seed0", "torch_seed1"]
+    ours, others = result["final_losses"]["ours"], result["final_losses"]["torch's"]
+    assert ours == pytest.approx(others, rel=1e-4) and calls, "another kernel, the same training"
+    with monkeypatch.context() as patched:
+        patched.setattr(attention_quality.attention, "_built", lambda: True)
+        with attention_quality.torchs_attention():
+            assert not attention._built()
+        assert attention._built()
+    assert "inside" in attention_quality.finding({"ours": [1.1, 1.1], "torch's": [1.0, 1.2]}, "bfloat16")
+    assert "outside" in attention_quality.finding({"ours": [1.3, 1.3], "torch's": [1.0, 1.2]}, "bfloat16")
