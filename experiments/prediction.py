@@ -2,11 +2,11 @@
 Does one run replace the sweep? From single runs, the steps of every other batch to a loss, against the runs that took them.
 
     python data/python/prepare.py
-    python experiments/prediction.py                       # 3 x 96: some 50 runs, three quarters of an hour on two quiet cores
+    python experiments/prediction.py                       # 3 x 96: some 50 runs, half an hour on two quiet cores
     python experiments/prediction.py --seeds 1             # a first look
-    python experiments/prediction.py --name=prediction_decay --out=out/prediction_decay --lr_decay=linear --max_tokens=3_000_000
+    python experiments/prediction.py --name=prediction_decay --out=out/prediction_decay --lr_decay=linear
     python experiments/prediction.py --name=prediction_quickstart --out=out/prediction_quickstart --n_layer=4 --n_embd=128 \\
-        --n_head=4 --max_tokens=3_000_000
+        --n_head=4
 
 Constant batches, each with its own best learning rate: by final validation loss, on a seed that is not reported, in factors of
 two, and further until the best is not at an end. After the warm-up the learning rate stays as it is. If it fell with the
@@ -32,8 +32,8 @@ from trainer import predict
 
 PAPER = ("The paper: predicts nothing of this kind. McCandlish et al. 2018 (arXiv 1812.06162, section 2) say that a step of "
          "batch B makes the share B / (B + N) of the progress of one without noise.")
-SETTINGS = dict(dataset="python", n_layer=3, n_embd=96, n_head=3, max_tokens=5_000_000, warmup_tokens=150_000,
-                lr_decay="none", gns_half_life_tokens=250_000, batch_size_start=8, eval_iters=256)
+SETTINGS = dict(dataset="python", n_layer=3, n_embd=96, n_head=3, max_tokens=3_000_000, warmup_tokens=150_000,
+                lr_decay="none", gns_half_life_tokens=250_000, batch_size_start=8, eval_iters=128)
 TINY = dict(dataset="stdlib", gns_calibrate_tokens=64, max_tokens=2560)
 BATCHES, SOURCES = (4, 8, 16, 32, 64, 128), (8, 16, 32)
 REFERENCE, FARTHEST = 16, 64  # the search for a learning rate starts at sqrt(batch / REFERENCE) and ends at this factor
@@ -195,7 +195,7 @@ def draw(found, path):
 
 def main(argv=None):
     args, config = parse(argv, "prediction", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
-    config.eval_tokens = max(1, config.max_tokens // 60)  # losses are interpolated between evaluations
+    config.eval_tokens = max(1, config.max_tokens // 40)  # losses are interpolated between evaluations
     runs, seeds = Runs(config, args), list(range(1, args.seeds + 1))
     best, tried = experiment(runs, seeds, tuning_seed=0)
     found = predictions(runs, best, seeds, taken(runs, best, seeds))
