@@ -49,7 +49,7 @@ def their_steps(path, shape, micro, folder, steps):
 
 
 def our_steps(shape, micro, folder, steps, dtype):
-    """Milliseconds of each step of train.py, and the number of steps that calibrated."""
+    """Milliseconds of each step of train.py."""
     out = os.path.join(folder, "ours")
     values = {**shape, "dataset": "stdlib", "out_dir": out, "device": "cpu", "dtype": dtype, "micro_batch_size": micro,
               "batch_schedule": "constant", "batch_size": micro, "batch_size_start": micro, "learning_rate": 1e-4,
@@ -67,9 +67,9 @@ def process(command, where, name):
     return done.stdout
 
 
-def compare(name, path, dtype, rounds, steps=STEPS):
+def compare(name, path, dtype, rounds):
     """Mean milliseconds of a step in each process, both sides in turn, and the ratio of each round."""
-    shape, micro = MODELS[name]
+    (shape, micro), steps = MODELS[name], STEPS
     found = {"ours": [], "theirs": []}
     for turn in range(rounds):
         with tempfile.TemporaryDirectory() as folder:

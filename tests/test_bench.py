@@ -12,7 +12,7 @@ import torch
 
 import bench
 import ln_kernel
-from benchmarks import against, kernel, profile, step, tools
+from benchmarks import against, kernel, profile, step, tools, whole
 from benchmarks import data as data_benchmark
 from model import GPT, GPTConfig
 
@@ -159,6 +159,33 @@ def test_against_checks_our_losses_in_float32_and_times_the_dtype_that_is_asked_
     for number in range(against.LOSS_STEPS + 2):
         run(*tools.batch_of(tiny_models, 2, number))
     assert seen == [torch.float32] * against.LOSS_STEPS + [dtype] * 2
+
+
+THEIR_TRAIN = '''
+import sys
+given = dict(word[2:].split("=", 1) for word in sys.argv[1:])
+assert len(open(given["dataset"] + "/train.bin", "rb").read()) > 10**6
+assert (given["batch_size"], given["dtype"], given["log_interval"]) == ("3", "float32", "1") and "vocab_size" not in given
+for step in range(int(given["max_iters"]) + 1):
+    print(f"iter {step}: loss 1.0, time {100 if step > 5 else 9000}.00ms, mfu 1.00%")
+'''
+
+
+def test_whole_processes_are_timed_by_their_own_words_without_the_first_steps(tiny_models, tmp_path, monkeypatch, capsys):
+    (tmp_path / "model.py").write_text(STAND_IN.replace("SCALE", "1"))
+    (tmp_path / "train.py").write_text(THEIR_TRAIN)
+    monkeypatch.setattr(whole, "STEPS", 8)
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", f"--against={tmp_path}", "--whole", "--models=tiny",
+                                            "--rounds=1", "--dtype=float32", f"--out={tmp_path}/w.json"])
+    assert bench.main() == 0
+    row = json.load(open(tmp_path / "w.json"))["models"]["tiny"]
+    (ours,), (theirs,) = row["mean_ms_of_each_process"]["ours"], row["mean_ms_of_each_process"]["theirs"]
+    assert theirs == 100 and ours > 0 and row["ratio"][1] == pytest.approx(100 / ours) and row["steps_of_a_process"] == 3
+    assert "whole processes in turn, 1 of each" in capsys.readouterr().out
+    (tmp_path / "train.py").write_text("raise SystemExit('no data')")
+    with pytest.raises(SystemExit):
+        bench.main()
+    assert "train.py ended with 1: no data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scale, code", [("1", 0), ("3", 1)])

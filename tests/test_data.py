@@ -16,6 +16,7 @@ import pytest
 
 from data import hub, tokens
 from data.openwebtext import prepare as openwebtext
+from data.python import prepare as python_sources
 from data.stdlib import prepare as stdlib
 from data.text import prepare as text
 from data.wikitext import prepare as wikitext
@@ -126,6 +127,30 @@ def test_preparing_the_same_again_leaves_the_files_alone(tmp_path):
     before = {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in tmp_path.iterdir()}
     assert stdlib.prepare(tmp_path, quiet=True) == first
     assert {p.name: (p.stat().st_ino, p.stat().st_mtime_ns) for p in tmp_path.iterdir()} == before
+
+
+def test_python_sources_are_the_library_and_the_pinned_packages_without_their_tests(tmp_path, monkeypatch):
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text('-r other.txt\ntiktoken==0.14.0\npytest==1; python_version >= "3"\npytest==2; sys_platform < "a"\n')
+    assert python_sources.pinned(requirements) == ["pytest", "tiktoken"]
+    monkeypatch.setattr(python_sources.stdlib, "library_texts", lambda library: {"os.py": b"import sys\n"})
+    texts, package_texts = {"os.py": b"import sys\n"}, python_sources.package_texts
+    for name in ("tiktoken", "pytest"):
+        texts |= package_texts(name)
+    assert "tiktoken/core.py" in texts and b"class Encoding" in texts["tiktoken/core.py"]
+    assert all(name.endswith(".py") and ".." not in name for name in texts)
+    meta = python_sources.prepare(tmp_path / "out", quiet=True, requirements=requirements)
+    assert meta["train_documents"] + meta["val_documents"] == len(texts)
+    assert meta["train_tokens"] + meta["val_tokens"] == sum(len(t) + 1 for t in texts.values()), "each ends with a 0"
+    assert "tiktoken 0.14.0" in meta["source"]
+    assert "numpy/tests/test_matlib.py" not in package_texts("numpy"), "no tests"
+
+
+def test_python_sources_of_a_package_that_is_not_there_are_said_in_one_line(tmp_path, monkeypatch):
+    (tmp_path / "requirements.txt").write_text("no_such_package==1\n")
+    monkeypatch.setattr(python_sources.stdlib, "library_texts", lambda library: {})
+    with pytest.raises(tokens.PrepareError, match="no_such_package is not installed: pip install -r requirements.txt"):
+        python_sources.prepare(tmp_path / "out", quiet=True, requirements=tmp_path / "requirements.txt")
 
 
 def test_stdlib_script_runs_from_any_folder(tmp_path):
