@@ -502,7 +502,7 @@ def test_a_gns_run_killed_and_resumed_makes_the_same_decisions(tmp_path, tiny_ar
             "    return real(self, tokens)\n"
             "schedule.Controller.at = at\n"
             "sys.exit(train.main(sys.argv[3:]))")
-    for resume, step, how in ((False, 25, "SIGKILL"), (True, 20, "SIGTERM")):
+    for resume, step, how in ((False, 19, "SIGKILL"), (True, 13, "SIGTERM")):
         command = tiny_args(out_dir=tmp_path / "killed", resume=resume, **args)
         process = subprocess.run([sys.executable, "-c", kill, str(step), how, *command], cwd=ROOT, capture_output=True,
                                  env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)
