@@ -253,7 +253,7 @@ def ratio_interval(m_s, m_g, v_ss, v_sg, v_gg, z):
 
 @functools.lru_cache(maxsize=4096)
 def student_t(level, freedom):
-    """The two-sided quantile of Student's t, for any real number of degrees of freedom: P(|t| <= q) = level."""
+    """The two-sided quantile of Student's t, for any real number of degrees of freedom: the q with P(|T| <= q) = level."""
     low, high = 0.0, 1.0
     while _t_inside(high, freedom) < level and high < 1e12:
         high *= 2
@@ -266,7 +266,7 @@ def student_t(level, freedom):
 
 
 def _t_inside(t, freedom):
-    """P(|t| <= t) = 1 - I_x(freedom/2, 1/2) with x = freedom / (freedom + t^2)."""
+    """P(|T| <= t) = 1 - I_x(freedom/2, 1/2) with x = freedom / (freedom + t^2)."""
     return 1 - _incomplete_beta(freedom / (freedom + t * t), freedom / 2, 0.5)
 
 

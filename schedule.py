@@ -148,14 +148,19 @@ class Steps(Schedule):
 
     def __init__(self, config, quantum):
         super().__init__(config, quantum)
-        self.points = self.check(config, quantum)
+        self.points = self.parse(config, quantum)
 
     @classmethod
     def sizes(cls, config):
-        return [batch for _, batch in cls.check(config, 1)]
+        return [batch for _, batch in cls.parse(config, 1)]
 
     @classmethod
     def check(cls, config, quantum):
+        cls.parse(config, quantum)
+
+    @staticmethod
+    def parse(config, quantum):
+        """[(tokens, batch)] of batch_steps"""
         try:
             return parse_steps(config.batch_steps, quantum)
         except ValueError as e:
@@ -243,26 +248,26 @@ class File(Schedule):
             raise ValueError(f"batch_file={self.path!r}, as the checkpoint has it: {e}") from None
 
 
-def balance(factor, noise, cost):
+# -- what the controller aims at: (target, low, high), from the noise scale, the cost of a step and batch_gns_factor
+
+
+def balance(noise, cost, factor):
     """Batch factor x N: at factor 1 twice the fewest possible tokens, in twice the fewest possible steps (McCandlish et al.
     2018, arXiv 1812.06162)."""
-    words = "noise scale {:.4g} [{:.4g}, {:.4g}]".format(*noise) + (f" x {factor:g}" if factor != 1 else "")
-    return tuple(factor * n for n in noise), words
+    return tuple(factor * n for n in noise)
 
 
-def fastest(factor, noise, cost):
+def fastest(noise, cost, factor):
     """(1 + N/B)(t0 + t1 B), the time to a loss up to a constant, is smallest at B = sqrt(N t0 / t1)."""
     (n, n_low, n_high), (t0, t0_low, t0_high), (t1, t1_low, t1_high) = noise, cost["fixed"], cost["per_sequence"]
-    target = tuple(gns.fastest_batch(*those) for those in ((n, t0, t1), (n_low, t0_low, t1_high), (n_high, t0_high, t1_low)))
-    return target, (f"fastest batch {target[0]:.4g} [{target[1]:.4g}, {target[2]:.4g}], from noise scale {n:.4g} "
-                    f"[{n_low:.4g}, {n_high:.4g}], {1e3 * t0:.3g} ms a step and {1e3 * t1:.3g} ms a sequence")
+    return tuple(gns.fastest_batch(*those) for those in ((n, t0, t1), (n_low, t0_low, t1_high), (n_high, t0_high, t1_low)))
 
 
-def fewest_tokens(factor, noise, cost):
-    return (0.0, 0.0, 0.0), "fewest tokens: the smallest batch"
+def fewest_tokens(noise, cost, factor):
+    """The smallest batch there is."""
+    return 0.0, 0.0, 0.0
 
 
-# what the controller aims at: (target, low, high) and words, from batch_gns_factor, noise scale and cost
 OBJECTIVES = {"time": fastest, "tokens": fewest_tokens, "balance": balance}
 
 
@@ -307,54 +312,84 @@ class Controller(Between):
 
     def observe(self, tokens, noise, cost=None):
         """Words of every move, and of a refusal when its reason is another than the last time; else None."""
-        batch, reason, words = self.judge(tokens, noise, cost)
-        if batch != self.batch:
-            text = f"batch {self.batch} -> {batch}: {words}"
-            direction = 1 if batch > self.batch else -1
-            self.turns += direction != self.direction
-            self.direction = direction
-            self.batch, self.moved_tokens, self.reason = batch, tokens, "dwell"
-            return text
+        batch, reason = self.decide(tokens, noise, cost)
         if reason == self.reason:
             return None
-        self.reason = reason
-        return f"batch held at {batch}: {words}"
+        if reason != "move":
+            self.reason = reason
+            return f"batch held at {batch}: {self.explain(reason, noise, cost)}"
+        words = f"batch {self.batch} -> {batch}: {self.explain(reason, noise, cost)}"
+        direction = 1 if batch > self.batch else -1
+        self.turns += direction != self.direction
+        self.batch, self.moved_tokens, self.direction, self.reason = batch, tokens, direction, "dwell"
+        return words
 
-    def judge(self, tokens, noise, cost):
-        """(batch, kind of refusal or '', words)"""
+    def decide(self, tokens, noise, cost):
+        """(batch, reason): the batch from here on, and why. Changes nothing."""
         batch = self.batch
         if batch == self.largest and not self.shrink:
-            return batch, "limit", f"it has reached batch_size={self.largest}"
+            return batch, "largest"
         if self.objective is fewest_tokens and batch == self.smallest:
-            return batch, "limit", "fewest tokens: the smallest batch, batch_size_start"
-        if tokens - self.moved_tokens < self.dwell:
-            return batch, "dwell", f"no move before {self.moved_tokens + self.dwell:,} tokens (batch_gns_dwell_tokens)"
+            return batch, "smallest"
+        if tokens < self.moved_tokens + self.dwell:
+            return batch, "dwell"
         if noise is None or not all(map(math.isfinite, noise)):
-            return batch, "undetermined", "the noise scale is undetermined"
+            return batch, "undetermined"
         if self.by_time and cost is None:
-            return batch, "no cost", "what a step costs is not known yet"
-        (value, low, high), says = self.objective(self.factor, noise, cost)
-        wanted = 1 if low > batch * (1 + self.margin) else -1 if high < batch / (1 + self.margin) else 0
-        turned = self.moved_tokens + self.dwell * 2 ** (self.turns + 1)
-        if self.shrink and wanted == -self.direction and tokens < turned:
-            return batch, "turn", f"{says} asks for the other direction, which waits until {turned:,} tokens"
-        if wanted > 0:
-            new = min(to_quanta(value, self.quantum), 2 * batch, self.largest)
-            if batch == self.largest:
-                return batch, "limit", f"{says} asks for more than batch_size={self.largest}"
-            if new > batch:
-                return new, "", f"{says}, its lower end is above the batch by more than {self.margin:.0%}"
-            return batch, "quantum", f"{says} asks for less than {self.quantum} more, the smallest step there is"
-        if wanted < 0:
-            if not self.shrink:
-                return batch, "no shrink", f"{says} asks for less, which batch_shrink=False rules out"
-            new = max(to_quanta(value, self.quantum), to_quanta(batch / 2, self.quantum), self.smallest)
-            if batch == self.smallest:
-                return batch, "limit", f"{says} asks for less than batch_size_start={self.smallest}"
-            if new < batch:
-                return new, "", f"{says}, its upper end is below the batch by more than {self.margin:.0%}"
-            return batch, "quantum", f"{says} asks for less than {self.quantum} fewer, the smallest step there is"
-        return batch, "margin", f"{says}, not clear of the batch by {self.margin:.0%}"
+            return batch, "no cost"
+        wanted, target = self.wanted(noise, cost), self.objective(noise, cost, self.factor)[0]
+        if wanted == 0:
+            return batch, "margin"
+        if wanted < 0 and not self.shrink:
+            return batch, "no shrink"
+        if self.shrink and wanted != self.direction and tokens < self.turn_at():
+            return batch, "turn"
+        if batch == (self.largest if wanted > 0 else self.smallest):
+            return batch, "limit"
+        new = to_quanta(target, self.quantum)
+        new = min(new, 2 * batch, self.largest) if wanted > 0 else max(new, to_quanta(batch / 2, self.quantum), self.smallest)
+        return (new, "move") if (new - batch) * wanted > 0 else (batch, "quantum")
+
+    def wanted(self, noise, cost):
+        """1 for a larger batch, -1 for a smaller one, 0 where the target's interval is not clear of the batch."""
+        _, low, high = self.objective(noise, cost, self.factor)
+        return 1 if low > self.batch * (1 + self.margin) else -1 if high < self.batch / (1 + self.margin) else 0
+
+    def turn_at(self):
+        """The tokens from which on the batch may change its direction."""
+        return self.moved_tokens + self.dwell * 2 ** (self.turns + 1)
+
+    def explain(self, reason, noise, cost):
+        """A reason of decide(), in words."""
+        without_aim = {
+            "largest": f"it has reached batch_size={self.largest}",
+            "smallest": "fewest tokens: the smallest batch, batch_size_start",
+            "dwell": f"no move before {self.moved_tokens + self.dwell:,} tokens (batch_gns_dwell_tokens)",
+            "undetermined": "the noise scale is undetermined",
+            "no cost": "what a step costs is not known yet"}
+        if reason in without_aim:
+            return without_aim[reason]
+        up = self.wanted(noise, cost) > 0
+        limit = f"more than batch_size={self.largest}" if up else f"less than batch_size_start={self.smallest}"
+        return self.aim(noise, cost) + {
+            "margin": f", not clear of the batch by {self.margin:.0%}",
+            "turn": f" asks for the other direction, which waits until {self.turn_at():,} tokens",
+            "no shrink": " asks for less, which batch_shrink=False rules out",
+            "limit": f" asks for {limit}",
+            "quantum": f" asks for less than {self.quantum} {'more' if up else 'fewer'}, the smallest step there is",
+            "move": f", its {'lower end is above' if up else 'upper end is below'} the batch by more than {self.margin:.0%}",
+        }[reason]
+
+    def aim(self, noise, cost):
+        """The target in words, with what it follows from."""
+        if self.objective is fewest_tokens:
+            return "fewest tokens: the smallest batch"
+        scale = "noise scale {:.4g} [{:.4g}, {:.4g}]".format(*noise)
+        if self.objective is balance:
+            return scale + (f" x {self.factor:g}" if self.factor != 1 else "")
+        target = "fastest batch {:.4g} [{:.4g}, {:.4g}]".format(*fastest(noise, cost, self.factor))
+        step_ms, sequence_ms = 1e3 * cost["fixed"][0], 1e3 * cost["per_sequence"][0]
+        return f"{target}, from {scale}, {step_ms:.3g} ms a step and {sequence_ms:.3g} ms a sequence"
 
     def state_dict(self):
         return {key: getattr(self, key) for key in ("batch", "moved_tokens", "reason", "direction", "turns")}

@@ -30,26 +30,26 @@ import configurator
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
-from trainer import batches, distributed, hardware, lock, log, plan, resume, summary
+from trainer import batches, distributed, hardware, lock, log, noise_scale, plan, resume, summary
 from trainer.run import MAX_BAD_STEPS, Run
 from trainer.step import TrainingStep
 
 
 def train(config, ranks, device):
-    """The whole run; returns the exit code. Of one folder there is one at a time."""
+    """The whole run, the only one in its folder; returns the exit code."""
     with contextlib.ExitStack() as held:
         ranks.guard(lambda: ranks.first and held.enter_context(lock.only_writer(config.out_dir, ConfigError)))
-        return train_alone(config, ranks, device)
+        return train_locked(config, ranks, device)
 
 
-def train_alone(config, ranks, device):
-    # -- what could go wrong goes wrong here, before anything is created
+def train_locked(config, ranks, device):
+    # -- what could go wrong goes wrong here, before anything is created; ranks.guard: an error on one process is one on all
     dtype = hardware.prepare(config, device)
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
     plan.check_memory(config, data.vocab_size, ranks.world, device)
     saved = ranks.guard(lambda: resume.starting_point(config, data, mmap=ranks.world > 1))
     quantum = config.micro_batch_size * ranks.world  # sequences of one micro-step over all processes; batches are multiples
-    saved_schedule = None if saved is None or saved.get("branched") else saved["schedule"]
+    saved_schedule = saved and saved["schedule"]
     batch_schedule = ranks.guard(lambda: configurator.batch_schedule(config, quantum, saved_schedule))
 
     # -- model, optimizer, and what is measured in a step
@@ -75,43 +75,57 @@ def train_alone(config, ranks, device):
             run.evaluated(validation_loss(step, data))
             run.save()  # the run can be resumed from its first step on, and a full disk shows now
 
-    stopping = 0
+    stopping = 0  # the signal to stop for
     while not (run.over or stopping):
-        vote = ranks.vote(run.signals)
+        vote = ranks.vote(run.signals)  # processes must stop after the same step; the outcome travels while they compute
 
         # -- batch size, and what goes with it
         if batch_schedule.polls:  # the user may edit batch_file while the run goes on; rank 0 looks
             news = ranks.from_first(batch_schedule.poll)
             run.event(batch_schedule.accept(news), ahead=1)
-        B = batch_schedule.at(run.count.tokens)
-        accum, after = B // quantum, run.count.tokens + B * config.block_size
+        before = run.count.tokens
+        B = batch_schedule.at(before)
+        accum, after = B // quantum, before + B * config.block_size
         lr_factor, beta2, weight_decay = schedule.coupled(B, config, run.count.noise)
-        lr = lr_factor * batch_schedule.learning_rate(run.count.tokens, after)
+        lr = lr_factor * batch_schedule.learning_rate(before, after)
+        at_log_line = (run.count.step + 1) % config.log_interval == 0
+        logged = at_log_line or after >= run.end
 
         # -- gradients: the mean over all B examples, micro-batch by micro-batch
         first = run.count.examples + ranks.rank * config.micro_batch_size
         micro_batches = (data.train_batch(config.seed, first + micro * quantum, config.micro_batch_size, device)
                          for micro in range(accum))
-        stats = config.grad_stats and (run.at_log_line(ahead=1) or after >= run.end)
-        step.accumulate(micro_batches, accum, run.count.tokens, after, measure_stats=stats)
+        step.accumulate(micro_batches, accum, before, after, measure_stats=config.grad_stats and logged)
 
         # -- update
         record = step.update(lr, beta2, weight_decay)
-        run.advance(record, lr, accum)
+        run.advance(record, lr, beta2, weight_decay)
         stopping = vote()
 
-        # -- what the user sees
-        if run.at_log_line() or run.over or stopping or len(run.pending) >= MAX_BAD_STEPS:
+        # -- its numbers: left on the device until somebody looks, or until they could show that the run diverges
+        if logged or stopping or len(run.pending) >= MAX_BAD_STEPS:
             run.fetch()
-        if run.at_log_line() or run.over:
-            run.log_step(beta2, weight_decay)
-        run.out.progress(min(1, run.count.tokens / run.end), f"step {run.count.step}, batch {B}")
+
+        # -- what the user sees
+        if logged:
+            cost = step.cost()
+            row = run.row(cost)
+            run.show(row)
+
+        # -- what the noise scale decides for the steps to come: at log lines only, the same ones after a resume
+        if at_log_line and after < config.max_tokens:
+            noise = noise_scale.of(row)
+            run.event(batch_schedule.observe(after, noise, cost))
+            run.event(summary.saturation(B, config, run.count.noise, noise))
+            run.count.noise = noise or run.count.noise
+            run.must_save |= batch_schedule.by_time and batch_schedule.at(after) != B
+        run.out.progress(min(1, after / run.end), f"step {run.count.step}, batch {B}")
 
         # -- evaluation and checkpoint, outside the clock
         with run.clock.paused():
             if run.due(config.eval_tokens):
                 run.evaluated(validation_loss(step, data))
-            if stopping or run.unsaved or run.due(config.checkpoint_tokens):
+            if stopping or run.must_save or run.due(config.checkpoint_tokens):
                 run.save()
 
     run.close()

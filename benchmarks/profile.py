@@ -143,15 +143,16 @@ def profiled(step, batch):
 @contextlib.contextmanager
 def switching(inner, clock):
     """A TrainingStep whose forward, backward and update switch the clock."""
-    handles, forward, backward, update = [], inner.forward, inner.backward, inner.optimizer.clip_and_step
+    optimizer, handles = inner.optimizer, []
+    forward, backward, update = inner.run_model, optimizer.backward, optimizer.clip_and_step
 
-    def timed_forward(x, y):
+    def timed_forward(x, y, **given):
         clock.switch("other", "forward")
-        loss = forward(x, y)
+        logits, loss = forward(x, y, **given)
         clock.switch(None)
         handles.extend(hook_backward(loss, clock))
         clock.resume("other", "backward")
-        return loss
+        return logits, loss
 
     def timed_backward(loss):
         backward(loss)
@@ -161,11 +162,12 @@ def switching(inner, clock):
         clock.switch("optimizer")
         update(record)
         clock.switch("tracking")
-    inner.forward, inner.backward, inner.optimizer.clip_and_step = timed_forward, timed_backward, timed_update
+    inner.run_model, optimizer.backward, optimizer.clip_and_step = timed_forward, timed_backward, timed_update
     try:
         yield
     finally:
-        del inner.forward, inner.backward, inner.optimizer.clip_and_step  # the class's own are there again
+        inner.run_model = forward
+        del optimizer.backward, optimizer.clip_and_step  # the class's own are there again
         for handle in handles:
             handle.remove()
 

@@ -9,7 +9,7 @@ import os
 from configurator import ConfigError
 from plots import style, whatif
 from plots.style import COLORS, series
-from trainer import noise, predict
+from trainer import noise_scale, predict
 
 
 def draw(*out_dirs, path=None):
@@ -71,11 +71,12 @@ def draw_noise(ax, rows, name, color, alone):
     if not measured:
         return
     nan = float("nan")
-    tokens, found = [row["tokens"] for row in measured], [noise.noise(row) or (nan, nan, nan) for row in measured]
+    tokens, found = [row["tokens"] for row in measured], [noise_scale.of(row) or (nan, nan, nan) for row in measured]
     value, low, high = zip(*found)
     ax.fill_between(tokens, [max(v, 1e-2) for v in low], high, color=color, alpha=0.2, lw=0,
                     label="95% interval" if alone else None)
-    ax.plot(tokens, value, color=color, label=f"noise scale, {noise.words(measured[-1])}" if alone else f"{name}, noise scale")
+    ax.plot(tokens, value, color=color,
+            label=f"noise scale, {noise_scale.words(measured[-1])}" if alone else f"{name}, noise scale")
     if alone:
         ax.plot(*series(rows, "gns/norm"), color=color, lw=1, ls=":", label="noise scale, the norm layers")
     known = [v for v in value if v == v] + batch

@@ -42,11 +42,12 @@ class Tracker:
         self.micro_batch_size, self.calibrate_tokens, self.metric = micro_batch_size, calibrate_tokens, metric
         self.rank, self.world, self.copies, self.device = rank, world, copies, device
         names = list(parameters)
-        self.members = {kind: membership(own, names) for kind, own in sites.items()}
+        self.members = {kind: membership(those, names) for kind, those in sites.items()}
         covered = self.members["exact"]["total"][1]
         assert covered.all(), f"no site for {[n for n, c in zip(names, covered) if not c]}"
-        inside = {"norm": self.members["norm"]["norm"][1], "exact": covered}
-        self.watched = {kind: {n: p for (n, p), own in zip(parameters.items(), mask) if own} for kind, mask in inside.items()}
+        masks = {"norm": self.members["norm"]["norm"][1], "exact": covered}
+        self.watched = {kind: {n: p for (n, p), inside in zip(parameters.items(), mask) if inside}
+                        for kind, mask in masks.items()}
         self.groups = list(self.members[mode]) if mode != "off" else []
         self.metrics = {"": PLAIN} | ({"_adam": ADAM} if metric else {})
         self.scales = {group + suffix: gns.NoiseScale(half_life_tokens, EARLY) for suffix in self.metrics
@@ -55,7 +56,7 @@ class Tracker:
         self.calibrations = {suffix: gns.Calibration(half_life_tokens, EARLY) for suffix in calibrated}
         self.norm_sites = [i for i, site in enumerate(sites["exact"]) if site[1] == "norm"]
         self.probes, self.taken, self.weights = {}, [], None
-        self.last, self.newest = {}, None  # numbers of the newest step alone; its mode and example_sq
+        self.newest_pairs, self.newest_norms = {}, None  # of the newest step alone: log keys; its mode and example_sq
 
     # -- on the device, during a step
 
@@ -107,17 +108,17 @@ class Tracker:
 
     # -- on the host, for every step in order
 
-    def absorb(self, record, mode, B, tokens):
-        """Bring the averages up to date with one step; record {name: flat float64 array}."""
+    def absorb(self, values, mode, B, tokens):
+        """Bring the averages up to date with one step; values: its record as {name: flat float64 array}."""
         if mode == "off":
             return
-        sq = self.example_sq(record["sq"], mode, B, record["loss_scale"])
-        self.last, self.newest = {}, (mode, sq)
+        sq = self.example_sq(values["sq"], mode, B, values["loss_scale"])
+        self.newest_pairs, self.newest_norms = {}, (mode, sq)
         if B == 1:
             return  # one example says nothing about noise
-        for suffix, (rows, whole) in self.metrics.items():
+        for suffix, (rows, big) in self.metrics.items():
             if rows.start < sq.shape[2]:  # there is no metric before the optimizer's first step
-                self.absorb_metric(suffix, sq[:, :, rows].sum((0, 2, 3)), record[whole], mode, B, tokens)
+                self.absorb_metric(suffix, sq[:, :, rows].sum((0, 2, 3)), values[big], mode, B, tokens)
 
     def absorb_metric(self, suffix, site_sq, param_sq, mode, B, tokens):
         """One step in one metric: site_sq (S,) summed over examples, param_sq (P,) of the mean gradient."""
@@ -127,7 +128,7 @@ class Tracker:
             if group + suffix in self.scales:
                 self.scales[group + suffix].update(sq_norm, tr_sigma, tokens)
                 if not suffix:
-                    self.last |= {f"gns/{group}_step_sq_norm": sq_norm, f"gns/{group}_step_tr_sigma": tr_sigma}
+                    self.newest_pairs |= {f"gns/{group}_step_sq_norm": sq_norm, f"gns/{group}_step_tr_sigma": tr_sigma}
         if suffix in self.calibrations:
             both = (pairs["total"], pairs["norm"]) if mode == "exact" else ()
             self.calibrations[suffix].update(self.scales["norm" + suffix], tokens, *both)
@@ -140,11 +141,11 @@ class Tracker:
 
     def row(self):
         """The keys of a log line."""
-        row = dict(self.last)
-        if self.newest:
-            mode, sq = self.newest
-            own = sq[:, self.norm_sites] if mode != self.mode else sq  # a calibration step logs what its neighbours do
-            row |= example_statistics(own[:, :, :2].sum((1, 2)).reshape(-1))
+        row = dict(self.newest_pairs)
+        if self.newest_norms:
+            mode, sq = self.newest_norms
+            sq = sq[:, self.norm_sites] if mode != self.mode else sq  # a calibration step logs what its neighbours do
+            row |= example_statistics(sq[:, :, PLAIN[0]].sum((1, 2)).reshape(-1))
         row |= scale_row(self.scales)
         for suffix, calibration in self.calibrations.items():
             row |= named(f"gns/calibration{suffix}", calibration.factor())
@@ -166,18 +167,19 @@ class Tracker:
 
 def membership(sites, names):
     """{group: (mask over sites, mask over parameters)}; a site's bias goes with its weight."""
-    groups, own = {}, {"norm": lambda s: s[1] == "norm"}
-    if any(group != "norm" for _, group, _ in sites):
-        kinds = [g for g in ("attention", "mlp", "embedding", "head") if any(s[1] == g for s in sites)]
-        layers = sorted({s[2] for s in sites if s[2] is not None})
-        own |= {g: (lambda s, g=g: s[1] == g) for g in kinds}
-        own |= {"total": lambda s: True}
-        own |= {f"block_{i}": (lambda s, i=i: s[2] == i) for i in layers}
-    for group, belongs in own.items():
-        inside = {s[0] for s in sites if belongs(s)}
-        inside |= {n.removesuffix("weight") + "bias" for n in inside}
-        groups[group] = (np.array([belongs(s) for s in sites]), np.array([n in inside for n in names]))
-    return groups
+    kinds = {kind for _, kind, _ in sites}
+    groups = ["norm"]
+    if kinds - {"norm"}:
+        layers = sorted({layer for _, _, layer in sites if layer is not None})
+        groups += [kind for kind in ("attention", "mlp", "embedding", "head") if kind in kinds]
+        groups += ["total", *(f"block_{layer}" for layer in layers)]
+    masks = {}
+    for group in groups:
+        belongs = [group in (kind, "total", f"block_{layer}") for _, kind, layer in sites]
+        weights = {name for (name, _, _), inside in zip(sites, belongs) if inside}
+        inside = weights | {name.removesuffix("weight") + "bias" for name in weights}
+        masks[group] = np.array(belongs), np.array([name in inside for name in names])
+    return masks
 
 
 def pair(example_sq, param_sq, B):

@@ -21,7 +21,7 @@ from configurator import ConfigError
 from plots import compare, style
 from sweeps.common import short
 from sweeps.jobs import Devices, read_config, run_all, run_training, tokens_done
-from trainer import checkpoint, lock, log, noise
+from trainer import checkpoint, lock, log, noise_scale
 
 
 def arguments(parser):
@@ -156,8 +156,9 @@ def result_of(rows, base_steps, start, window, batch, tolerance):
             if not entry["within"]:
                 break
             largest = entry
-    known = next((r for r in reversed(base_steps) if noise.noise(r)), None)
-    found = known and dict(zip(("value", "low", "high"), noise.noise(known)), of=noise.words(known), tokens=known["tokens"])
+    known = next((r for r in reversed(base_steps) if noise_scale.of(r)), None)
+    found = known and dict(zip(("value", "low", "high"), noise_scale.of(known)), of=noise_scale.words(known),
+                           tokens=known["tokens"])
     return {"at": start, "window": window, "tolerance": tolerance, "batch_size": batch, "branches": branches,
             "largest_within": largest["batch_size"], "first_beyond": next(
                 (e["batch_size"] for e in branches if e["factor"] > largest["factor"]), None), "noise_scale": found}

@@ -22,7 +22,7 @@ from configurator import ConfigError
 from plots import compare, style
 from plots.compare import cell
 from sweeps import common, jobs
-from trainer import batches, checkpoint, hardware, log, noise
+from trainer import batches, checkpoint, hardware, log, noise_scale
 
 UNSPLIT = ("cos_attn", "spectral_qkv", "batch_steps")  # a comma belongs to the value
 NO_LIST = ("out_dir", "resume", "branch_from", "device", "wandb_project", "wandb_run_name")
@@ -167,7 +167,7 @@ def final_values(rows):
     steps = [r for r in rows if "train/loss" in r]
     val = [] if log.died(rows) else [r["val/loss"] for r in rows if r.get("val/loss") is not None]
     late = [r["train/loss"] for r in steps[-max(1, len(steps) // 10):] if r["train/loss"] is not None]
-    found = noise.noise(steps[-1])
+    found = noise_scale.of(steps[-1])
     return {"val_loss": val[-1] if val else None, "train_loss": float(np.mean(late)) if late and val else None,
             "tokens": steps[-1]["tokens"], "steps": steps[-1]["step"], "seconds": steps[-1]["seconds"],
             "noise_scale": found and found[0]}

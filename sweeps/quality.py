@@ -26,7 +26,7 @@ import configurator
 from configurator import ConfigError
 from plots import style
 from sweeps import common, jobs
-from trainer import batches, checkpoint, hardware, log, noise
+from trainer import batches, checkpoint, hardware, log, noise_scale
 
 KEYS = ("grad/coherence", "grad/coherence_total", "grad/norm", "grad/mean", "grad/variance", "adam/snr", "update/norm",
         "update/ratio", "train/loss")
@@ -107,8 +107,8 @@ def average(rows, micro, beta1=0.9):
         row[f"{part}_growth"] = {k * micro: float(np.mean([r[f"grad/{part}_after_{k}" if k < accum else f"grad/{part}"]
                                                            for r in late])) for k in grown}
     row["gains"] = gains([grown], micro)
-    found = noise.noise(steps[-1])
-    row["noise_scale"] = found and dict(zip(("value", "low", "high"), found), of=noise.words(steps[-1]))
+    found = noise_scale.of(steps[-1])
+    row["noise_scale"] = found and dict(zip(("value", "low", "high"), found), of=noise_scale.words(steps[-1]))
     return row
 
 

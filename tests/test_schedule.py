@@ -15,7 +15,7 @@ from configurator import Config, ConfigError
 from schedule import Controller, build, learning_rate_at
 from tests.conftest import ROOT
 from tests.test_train import assert_same_run, untimed
-from trainer import checkpoint, log, noise, plan
+from trainer import checkpoint, log, noise_scale, plan
 
 
 def test_constant_batch_is_the_batch():
@@ -317,19 +317,19 @@ def test_the_controller_is_a_function_of_its_inputs_and_resumes_from_its_state()
 
 
 def test_a_run_goes_by_the_whole_models_noise_scale_in_its_metric_and_never_by_the_norm_layers():
-    assert noise.noise_key(Config(gns="exact")) == "gns/total_adam"
-    assert noise.noise_key(Config(gns="exact", gns_metric="plain")) == "gns/total"
-    assert noise.noise_key(Config(gns="norm", gns_calibrate_tokens=1000)) == "gns/calibrated_adam"
-    assert noise.noise_key(Config(gns="norm", optimizer="muon")) == "gns/calibrated"
-    assert noise.noise_key(Config(gns="norm", gns_adam=False)) == "gns/calibrated"
-    assert noise.noise_key(Config(gns="exact", parallel="fsdp")) == "gns/total"
-    assert noise.noise_key(Config(gns="norm", gns_calibrate_tokens=0)) is noise.noise_key(Config(gns="off")) is None
+    assert noise_scale.key(Config(gns="exact")) == "gns/total_adam"
+    assert noise_scale.key(Config(gns="exact", gns_metric="plain")) == "gns/total"
+    assert noise_scale.key(Config(gns="norm", gns_calibrate_tokens=1000)) == "gns/calibrated_adam"
+    assert noise_scale.key(Config(gns="norm", optimizer="muon")) == "gns/calibrated"
+    assert noise_scale.key(Config(gns="norm", gns_adam=False)) == "gns/calibrated"
+    assert noise_scale.key(Config(gns="exact", parallel="fsdp")) == "gns/total"
+    assert noise_scale.key(Config(gns="norm", gns_calibrate_tokens=0)) is noise_scale.key(Config(gns="off")) is None
     row = {"gns/norm": 90.0, "gns/norm_low": 80.0, "gns/norm_high": 99.0, "gns/calibrated": None}
-    assert noise.noise(row) is None
+    assert noise_scale.of(row) is None
     row |= {"gns/calibrated": 60.0, "gns/calibrated_low": 50.0, "gns/calibrated_high": 70.0}
-    assert noise.noise(row) == (60.0, 50.0, 70.0) and noise.words(row) == "the whole model"
+    assert noise_scale.of(row) == (60.0, 50.0, 70.0) and noise_scale.words(row) == "the whole model"
     row |= {"gns/calibrated_adam": 61.0, "gns": 61.0, "gns_low": 1.0, "gns_high": 99.0}
-    assert noise.noise(row) == (61.0, 1.0, 99.0) and noise.words(row) == "the whole model in Adam's metric"
+    assert noise_scale.of(row) == (61.0, 1.0, 99.0) and noise_scale.words(row) == "the whole model in Adam's metric"
     with pytest.raises(ConfigError, match="gns_calibrate_tokens=0: .*gns=exact"):
         configurator.parse(["--batch_schedule=gns", "--gns_calibrate_tokens=0"])
 
@@ -502,7 +502,7 @@ def test_a_gns_run_killed_and_resumed_makes_the_same_decisions(tmp_path, tiny_ar
             "    return real(self, tokens)\n"
             "schedule.Controller.at = at\n"
             "sys.exit(train.main(sys.argv[3:]))")
-    for resume, step, how in ((False, 25, "SIGKILL"), (True, 20, "SIGTERM")):
+    for resume, step, how in ((False, 19, "SIGKILL"), (True, 13, "SIGTERM")):
         command = tiny_args(out_dir=tmp_path / "killed", resume=resume, **args)
         process = subprocess.run([sys.executable, "-c", kill, str(step), how, *command], cwd=ROOT, capture_output=True,
                                  env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=120)

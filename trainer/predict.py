@@ -21,7 +21,7 @@ import gns
 from configurator import ConfigError
 from plots.compare import curve, reach
 from trainer import log
-from trainer.noise import source
+from trainer.noise_scale import source
 
 TUNED = "Assumes a learning rate tuned for each batch size."
 CHECKED = "How far predictions were checked: docs/whatif.md."

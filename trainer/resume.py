@@ -31,7 +31,7 @@ def branch_point(config, data, mmap):
     if tokens >= config.end_tokens():
         raise ConfigError(f"branch_from={config.branch_from!r}: its checkpoint is at {tokens} tokens, this run ends at "
                           f"{config.end_tokens()}")
-    return {**saved, "branched": True}
+    return {**saved, "branched": True, "schedule": None}  # its own batches
 
 
 def arithmetic(config, ranks, step):

@@ -10,10 +10,9 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-import schedule
 from configurator import ConfigError
 from rightbatch.tracker import crossed, named
-from trainer import checkpoint, hardware, log, noise, resume, step_time, summary
+from trainer import checkpoint, hardware, log, noise_scale, resume, step_time, summary
 from trainer.step import to_host
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
@@ -38,14 +37,14 @@ class Counters:
 
 
 class Run:
-    def __init__(self, config, ranks, data, step, batches, saved=None):
-        """`saved` is the checkpoint to go on from, without its model. `batches` is the batch schedule."""
-        self.config, self.ranks, self.data, self.step, self.batches = config, ranks, data, step, batches
+    def __init__(self, config, ranks, data, step, batch_schedule, saved=None):
+        """`saved` is the checkpoint to go on from, without its model."""
+        self.config, self.ranks, self.data, self.step, self.batch_schedule = config, ranks, data, step, batch_schedule
         self.count, self.end = Counters(), config.end_tokens()
         self.branched, self.resumed = bool(saved and saved.get("branched")), bool(saved and not saved.get("branched"))
         self.pending, self.last = [], {}  # records on the device; numbers of the newest step that was fetched
         self.out, self.signals, self.handlers = log.NoLog(), [], {}
-        self.unsaved, self.saved_step = False, None  # whether the next step must be saved; the step of the newest checkpoint
+        self.must_save, self.saved_step = False, None  # after this step, due or not; the step of the newest checkpoint
         self.val_loss = None  # of the weights as they are
         self.died = self.blown_up = False  # the newest evaluation was not finite; the loss is far too high, which has been said
         self.saved_facts = {key: saved.get(key) for key in ("log", "path", "arithmetic")} if self.resumed else {}
@@ -117,10 +116,10 @@ class Run:
                  "rng": ranks.rng_state()}
         skips = 2 if step.dtype == torch.float16 else 0  # its loss scale is found by steps that overflow
         sound = count.bad_in_a_row <= skips and ranks.from_first(lambda: all_finite(whole))
-        if not sound and not self.unsaved:
+        if not sound and not self.must_save:
             self.event(f"no checkpoint at step {count.step}: the newest steps or the weights are not finite; the one of step "
                        f"{self.saved_step} stays")
-        self.unsaved = not sound
+        self.must_save = not sound
         if not sound:
             return
         best = self.val_loss is not None and (count.best_saved_loss is None or self.val_loss < count.best_saved_loss)
@@ -133,17 +132,18 @@ class Run:
             checkpoint.write_json(os.path.join(self.config.out_dir, "step_time.json"), cost)
         checkpoint.save(self.config.out_dir, {
             **whole, "scaler": step.optimizer.scaler.state_dict(), "state": asdict(count), "gns": step.state_dict(),
-            "step_time": step.timer.state_dict(), "schedule": self.batches.state_dict(), "config": asdict(self.config),
+            "step_time": step.timer.state_dict(), "schedule": self.batch_schedule.state_dict(), "config": asdict(self.config),
             "vocab_size": self.data.vocab_size, "data": self.data.meta, "data_checksum": self.data.checksum,
             "log": self.out.state(), "arithmetic": self.arithmetic()}, self.config.keep_checkpoints, best)
 
     # -- after a step
 
-    def advance(self, record, lr, accum):
+    def advance(self, record, lr, beta2, weight_decay):
         """Count the step; its numbers stay on the device until fetch."""
         self.pending.append(record)
         self.val_loss = None
-        self.tokens_before, self.lr, self.accum, self.batch_size = self.count.tokens, lr, accum, record.batch_size
+        self.tokens_before, self.batch_size = self.count.tokens, record.batch_size
+        self.lr, self.beta2, self.weight_decay = lr, beta2, weight_decay
         self.count.step += 1
         self.count.tokens += record.tokens
         self.count.examples += record.batch_size
@@ -151,9 +151,6 @@ class Run:
     def due(self, every):
         """Whether the newest step ended the run or crossed a multiple of `every` tokens."""
         return self.over or crossed(self.tokens_before, self.count.tokens, every)
-
-    def at_log_line(self, ahead=0):
-        return (self.count.step + ahead) % self.config.log_interval == 0
 
     def fetch(self):
         """All pending steps in one transfer; bring averages and counters up to date, in order."""
@@ -176,36 +173,29 @@ class Run:
             self.close()
             raise ConfigError(summary.diverged(self, MAX_BAD_STEPS))
 
-    def log_step(self, beta2, weight_decay):
-        """The row of the newest step: log, terminal, and what the batch schedule makes of its noise scale."""
+    def row(self, cost):
+        """What the log holds of the newest step. `cost` is what a step costs (TrainingStep.cost)."""
         count, config, seconds = self.count, self.config, self.clock.seconds()
-        flops = self.step.model.flops_per_token()
         rate = (count.tokens - self.logged.tokens) / (seconds - self.logged.seconds)
-        self.ceiling = max(self.ceiling, rate * flops)  # it may have been measured in a bad moment
+        flops = rate * self.step.model.flops_per_token()
+        self.ceiling = max(self.ceiling, flops)  # it may have been measured in a bad moment
         row = {"step": count.step, "tokens": count.tokens, "examples": count.examples, "train/loss": self.last["loss"],
-               "lr": self.lr, "batch_size": self.batch_size, "accum": self.accum,
+               "lr": self.lr, "batch_size": self.batch_size,
+               "accum": self.batch_size // (config.micro_batch_size * self.ranks.world),
                "dt_ms": 1e3 * (seconds - self.logged.seconds) / (count.step - self.logged.step), "tok_per_sec": rate,
-               "mfu": rate * flops / self.ceiling, "grad/norm": self.last["grad_norm"], "seconds": seconds,
+               "mfu": flops / self.ceiling, "grad/norm": self.last["grad_norm"], "seconds": seconds,
                "bad_steps": count.bad_steps}
-        row |= {key: value for key, value in (("beta2", beta2), ("weight_decay", weight_decay))
-                if getattr(config, f"{key}_scaling") != "none"}
-        cost = step_time.slowest(self.ranks.everyone(self.step.timer.estimate()))
+        row |= {key: getattr(self, key) for key in ("beta2", "weight_decay") if getattr(config, f"{key}_scaling") != "none"}
         row |= self.step.row() | step_time.row(cost)
-        row |= named("gns", noise.noise(row, noise.noise_key(config)))
+        return row | named("gns", noise_scale.read(row, noise_scale.key(config)))
+
+    def show(self, row):
+        """A row in log and terminal."""
+        self.logged = Mark(row["step"], row["tokens"], row["seconds"])
+        seconds_per_token = (row["seconds"] - self.opened.seconds) / (row["tokens"] - self.opened.tokens)
         self.out.write(row)
-        speed = (seconds - self.opened.seconds) / (count.tokens - self.opened.tokens)
-        self.out.say(summary.describe(row, config, max(0, self.end - count.tokens) * speed))
-        self.look_for_blow_up(self.last["loss"])
-        self.logged = Mark(count.step, count.tokens, seconds)
-        # Decide at log steps only: a resumed run must decide at the same steps.
-        if self.at_log_line() and count.tokens < config.max_tokens:
-            before, was = self.batches.at(count.tokens), schedule.saturated(self.batch_size, config, count.noise)
-            count.noise = noise.noise(row) or count.noise
-            self.event(self.batches.observe(count.tokens, noise.noise(row), cost))
-            self.unsaved |= self.batches.by_time and self.batches.at(count.tokens) != before
-            if schedule.saturated(self.batch_size, config, count.noise) and not was:
-                self.event(f"learning rate: batch {self.batch_size} is above the noise scale's interval; lr_scaling stays at "
-                           f"its upper end, {count.noise[2]:.4g}")
+        self.out.say(summary.describe(row, self.config, max(0, self.end - row["tokens"]) * seconds_per_token))
+        self.look_for_blow_up(row["train/loss"])
 
     def look_for_blow_up(self, loss):
         """Weights may blow up without a value that is not finite: said once, and again after a recovery."""
@@ -222,8 +212,8 @@ class Run:
         if count.step == 0:
             count.first_loss = self.val_loss
         self.died = self.val_loss is None
-        if count.best_val_loss is None or not loss >= count.best_val_loss:
-            count.best_val_loss = loss if np.isfinite(loss) else count.best_val_loss
+        if not self.died and (count.best_val_loss is None or loss < count.best_val_loss):
+            count.best_val_loss = loss
         with np.errstate(over="ignore"):  # of a loss above 700
             perplexity = float(np.exp(loss))
         self.out.write({"step": count.step, "tokens": count.tokens, "val/loss": loss, "val/ppl": perplexity})

@@ -20,10 +20,9 @@ import torch
 
 from rightbatch.crosscheck import CrossCheck
 from rightbatch.tracker import Tracker, local, scale_row
-from trainer import hardware
+from trainer import hardware, step_time
 from trainer.grad_stats import GradStats
 from trainer.optimizer import Optimizer
-from trainer.step_time import StepTime
 
 
 @dataclass
@@ -48,22 +47,24 @@ class TrainingStep:
         self.parameters = dict(model.named_parameters())
         self.copies = 1 if ranks.sharded else ranks.world  # processes that hold the same gradient
         self.measures_adam = config.gns_adam and not (ranks.sharded and config.gns == "exact")  # see metric_of
+        # no method of this object: the cycle would keep the model alive after its last user
         metric = functools.partial(metric_of, self.optimizer, ranks, len(self.parameters)) if self.measures_adam else None
         self.tracker = Tracker(
             self.parameters, {mode: model.probe_sites(mode) for mode in ("norm", "exact")}, config.gns,
             micro_batch_size=config.micro_batch_size, half_life_tokens=config.gns_half_life_tokens,
             calibrate_tokens=config.gns_calibrate_tokens, metric=metric, rank=ranks.rank, world=ranks.world,
             copies=self.copies, device=device)
-        self.crosscheck = None
+        self.crosscheck, self.crosscheck_scales = None, {}
         if config.gns_crosscheck:
             groups = {group: self.tracker.members["exact"][group][1] for group in ("norm", "total")}
             self.crosscheck = CrossCheck(list(self.parameters.values()), groups, config.micro_batch_size,
                                          config.gns_half_life_tokens, ranks.world, ranks.average)
+            self.crosscheck_scales = self.crosscheck.scales
         self.stats = GradStats(list(self.parameters.values()), self.optimizer, ranks)
         last_ready = None if ranks.sharded else model.wte.weight  # the token embedding's gradient is the last to be ready
-        quantum, setting = config.micro_batch_size * ranks.world, (hardware.device_name(device), config.parallel,
-                                                                   config.activation_checkpointing, self.compiled)
-        self.timer = StepTime(device, quantum, config.gns_half_life_tokens, ranks.world, last_ready, setting)
+        setting = hardware.device_name(device), config.parallel, config.activation_checkpointing, self.compiled
+        self.timer = step_time.StepTime(device, config.micro_batch_size * ranks.world, config.gns_half_life_tokens,
+                                        ranks.world, last_ready, setting)
 
     def evaluating(self):
         """Around evaluation, which is not compiled: it would take as long to compile as to run, with graphs of its own."""
@@ -75,7 +76,7 @@ class TrainingStep:
         """The gradient of a step that goes from `before` to `after` tokens, from `accum` micro-batches (x, y)."""
         self.timer.begin()
         self.tokens, self.batch_size = after - before, accum * self.config.micro_batch_size * self.ranks.world
-        self.given = self.tracker.begin(before, after)
+        given = self.tracker.begin(before, after)
         self.timer.mark()
         self.stats.begin(accum, measure_stats)
         if self.crosscheck:
@@ -84,28 +85,17 @@ class TrainingStep:
         self.loss = torch.zeros((), device=self.device)
         for micro, (x, y) in enumerate(micro_batches, 1):
             self.ranks.sync(self.run_model, last=micro == accum)
-            loss = self.forward(x, y)
-            self.backward(loss / accum)
+            with self.autocast:
+                loss = self.run_model(x, y, **given)[1]  # no name for the logits: they would live through the backward pass
+            self.optimizer.backward(loss / accum)
             self.loss += loss.detach() / accum
-            self.take(accum)
+            self.tracker.take(given)
+            if self.crosscheck:
+                self.crosscheck.take(accum)
+            self.stats.take(self.crosscheck.held if self.crosscheck else None, self.loss_scale)
             self.timer.mark()
-        self.given = None  # with the metric in it, as large as the model
         if self.crosscheck:
             self.crosscheck.release()
-
-    def forward(self, x, y):
-        with self.autocast:
-            return self.run_model(x, y, **self.given)[1]  # no name for the logits: they would live through the backward pass
-
-    def backward(self, loss):
-        self.optimizer.backward(loss)
-
-    def take(self, accum):
-        """What tracker, crosscheck and grad_stats read after a micro-batch's backward pass."""
-        self.tracker.take(self.given)
-        if self.crosscheck:
-            self.crosscheck.take(accum)
-        self.stats.take(self.crosscheck.held if self.crosscheck else None, self.loss_scale)
 
     # -- update
 
@@ -153,21 +143,24 @@ class TrainingStep:
 
     def scales(self):
         """Every noise scale that is averaged, by name."""
-        return self.tracker.scales | (self.crosscheck.scales if self.crosscheck else {})
+        return self.tracker.scales | self.crosscheck_scales
+
+    def cost(self):
+        """What a step costs (StepTime.estimate), by the slowest process. All must ask."""
+        return step_time.slowest(self.ranks.everyone(self.timer.estimate()))
 
     def row(self):
         """The keys of a log line."""
-        return self.tracker.row() | scale_row(self.crosscheck.scales if self.crosscheck else {}) | self.stats.row()
+        return self.tracker.row() | scale_row(self.crosscheck_scales) | self.stats.row()
 
     def state_dict(self):
         state = self.tracker.state_dict()
-        if self.crosscheck:
-            state["scales"] |= {name: scale.state_dict() for name, scale in self.crosscheck.scales.items()}
+        state["scales"] |= {name: scale.state_dict() for name, scale in self.crosscheck_scales.items()}
         return state
 
     def load_state_dict(self, state):
         self.tracker.load_state_dict(state)
-        for name, scale in (self.crosscheck.scales if self.crosscheck else {}).items():
+        for name, scale in self.crosscheck_scales.items():
             if name in state["scales"]:  # those of ranks are new where there was one process
                 scale.load_state_dict(state["scales"][name])
 
@@ -182,8 +175,9 @@ def to_host(records):
 
 
 def metric_of(optimizer, ranks, count, named):
-    """The optimizer's metric of these parameters of `count`, or None: (this process's part of each, each unsharded). Shards are
-    gathered for the norm layers alone, a few vectors: all parameters would be a second model on each process."""
+    """The metric that the optimizer steps in, of the `named` parameters of a model that has `count`: (this process's part of
+    each, each unsharded), or None while there is none. Shards are gathered for the norm layers alone, a few vectors: all
+    parameters would be a second model on each process."""
     if ranks.sharded and len(named) == count:
         return None
     mine = optimizer.metric(named)

@@ -8,7 +8,7 @@ import torch
 
 import ln_kernel
 import schedule
-from trainer import advice, log, noise
+from trainer import advice, log, noise_scale
 
 
 def opening(run, parameters):
@@ -25,7 +25,7 @@ def opening(run, parameters):
            f"{log.count(run.count.tokens if goes_on else run.end)} tokens; log and checkpoint in {config.out_dir}")
     if not run.rng_restored and config.dropout > 0:
         yield "the checkpoint is from another number of processes: dropout draws anew from here, by seed, step and rank"
-    if noise.noise_key(config) and noise.metric(config) != config.gns_metric:
+    if noise_scale.key(config) and noise_scale.metric(config) != config.gns_metric:
         yield ("The run goes by the plain noise scale: Adam's metric of the whole model needs gns_adam, optimizer='adamw' and "
                "parallel='ddp'.")
     if config.gns_adam and config.gns != "off" and not step.measures_adam:
@@ -64,7 +64,7 @@ def describe(row, config, seconds_left):
 
 def noise_words(row, config):
     """The noise scale of a row, or why there is none. The norm layers' own is called so: it is not a batch to take."""
-    found, own = noise.noise(row), noise.noise(row, "gns/norm")
+    found, own = noise_scale.of(row), noise_scale.read(row, "gns/norm")
     if config.gns == "off":
         return "gns off"
     if found:
@@ -74,60 +74,81 @@ def noise_words(row, config):
     return "gns calibrating" if own else "gns undetermined"
 
 
+def saturation(B, config, before, noise):
+    """Words where the noise scale, `before` and now, stops the learning rate's rule."""
+    if schedule.saturated(B, config, noise) and not schedule.saturated(B, config, before):
+        return (f"learning rate: batch {B} is above the noise scale's interval; lr_scaling stays at its upper end, "
+                f"{noise[2]:.4g}")
+
+
 def finished(run):
     done = f"{run.config.out_dir} is finished: {log.count(run.count.tokens)} tokens in {run.count.step} steps"
     return f"{done}\n{closing(run.config)}"
 
 
 def closing(config):
-    """What the run found, in words, from its log; draws report.png."""
-    from plots import report  # matplotlib is slow to import
+    """The last words of a run, and its picture."""
     rows = log.read(config.out_dir)
     steps = [r for r in rows if "train/loss" in r]
     if not steps:
         return f"{config.out_dir}: no step was logged (log_interval={config.log_interval})."
-    val = [r["val/loss"] for r in rows if r.get("val/loss") is not None] or [float("nan")]
-    loss = "it ended without a finite loss" if log.died(rows) else f"validation loss {val[-1]:.4f}"
-    lines = ["", f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps, time "
-                 f"{log.duration(steps[-1]['seconds'])}; {loss} (best {min(val):.4f})."]
-    lines += advice.right_batch(config.out_dir) + noise_summary(steps, config) + [schedule_summary(rows, steps, config)]
-    lines.append(f"Picture: {report.draw(config.out_dir)}    Text: python sample.py {config.out_dir}    "
+    from plots import report  # matplotlib is slow to import
+    picture = report.draw(config.out_dir)
+    lines = ["", result_summary(rows, steps), *advice.right_batch(config.out_dir), *noise_summary(steps, config),
+             schedule_summary(rows, steps, config)]
+    lines.append(f"Picture: {picture}    Text: python sample.py {config.out_dir}    "
                  f"Other batches: python whatif.py {config.out_dir}")
     return "\n".join(lines)
 
 
+def result_summary(rows, steps):
+    val = [r["val/loss"] for r in rows if r.get("val/loss") is not None] or [float("nan")]
+    loss = "it ended without a finite loss" if log.died(rows) else f"validation loss {val[-1]:.4f}"
+    return (f"Trained on {log.count(steps[-1]['tokens'])} tokens in {steps[-1]['step']} steps, time "
+            f"{log.duration(steps[-1]['seconds'])}; {loss} (best {min(val):.4f}).")
+
+
 def noise_summary(steps, config):
     """Sentences about the noise scale: what it was, and where the run's batch lay beside it."""
-    known = [row for row in steps if noise.noise(row) and noise.noise(row)[0] > 0]
-    own = noise.noise(steps[-1], "gns/norm")
     if config.gns == "off":
         return ["The noise scale was not measured (gns=off)."]
     if config.batch_size == 1:
         return ["A step of one example has no noise scale: give batch_size=2 or more to measure it."]
-    if noise.noise_key(config) is None:
+    if noise_scale.key(config) is None:
+        own = noise_scale.read(steps[-1], "gns/norm")
         return ["The norm layers' noise scale is " + ("{:.3g} [{:.3g}, {:.3g}]".format(*own) if own else "undetermined")
                 + ". The whole model's is proportional to it, not equal: gns_calibrate_tokens measures the factor."]
+    known = [row for row in steps if noise_scale.of(row) and noise_scale.of(row)[0] > 0]
     if not known:
         return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
                 "Try a longer gns_half_life_tokens or a larger batch_size."]
-    end, share = known[-1], lambda row: row["tokens"] / steps[-1]["tokens"]
-    g, low, high = noise.noise(end)
+
+    def share(row):
+        return row["tokens"] / steps[-1]["tokens"]
+    end = known[-1]
+    noise, low, high = noise_scale.of(end)
     nearest = [min(known, key=lambda row: abs(share(row) - at)) for at in (0.25, 0.5, 0.75)]
-    path = {row["step"]: row for row in nearest if row is not end}.values()
-    over = "".join(f"{noise.noise(row)[0]:.3g} at {share(row):.0%} (batch {row['batch_size']}), " for row in path)
-    B, when = end["batch_size"], "the end" if end is steps[-1] else f"{share(end):.0%}, undetermined since"
-    verdict = ("inside its interval: tokens and steps are balanced" if low <= B <= high else
-               f"above its interval, {B / g:.1f} times the noise scale: a smaller batch would learn more per token" if B > high
-               else f"below its interval, {g / B:.1f} times less: a larger batch would save steps for few tokens")
-    lines = [f"Noise scale of {noise.words(end)}, in sequences: {over}{g:.3g} at {when} "
-             f"(95% interval {low:.3g} to {high:.3g}), {log.count(g * config.block_size)} tokens. The batch of {B} there is "
-             f"{verdict}."]
+    on_the_way = {row["step"]: row for row in nearest if row is not end}.values()  # each once
+    path = "".join(f"{noise_scale.of(row)[0]:.3g} at {share(row):.0%} (batch {row['batch_size']}), " for row in on_the_way)
+    when = "the end" if end is steps[-1] else f"{share(end):.0%}, undetermined since"
+    lines = [f"Noise scale of {noise_scale.words(end)}, in sequences: {path}{noise:.3g} at {when} (95% interval {low:.3g} to "
+             f"{high:.3g}), {log.count(noise * config.block_size)} tokens. The batch of {end['batch_size']} there is "
+             f"{verdict(end['batch_size'], noise, low, high)}."]
     if config.gns == "norm":
-        suffix = "_adam" if noise.metric(config) == "adam" else ""
-        factor, low, high = (end[f"gns/calibration{suffix}{part}"] for part in ("", "_low", "_high"))
+        suffix = "_adam" if noise_scale.metric(config) == "adam" else ""
+        factor, low, high = noise_scale.read(end, f"gns/calibration{suffix}")
         lines.append(f"It is the norm layers' {end[f'gns/norm{suffix}']:.3g} times {factor:.2f} (95% interval {low:.2f} to "
                      f"{high:.2f}), measured by exact steps on the way.")
     return lines
+
+
+def verdict(B, noise, low, high):
+    """Where a batch lies beside the noise scale, and what that means."""
+    if B > high:
+        return f"above its interval, {B / noise:.1f} times the noise scale: a smaller batch would learn more per token"
+    if B < low:
+        return f"below its interval, {noise / B:.1f} times less: a larger batch would save steps for few tokens"
+    return "inside its interval: tokens and steps are balanced"
 
 
 def schedule_summary(rows, steps, config):
@@ -136,18 +157,20 @@ def schedule_summary(rows, steps, config):
     text = f"The schedule ({config.batch_schedule}) " + (
         f"kept the batch at {last}" if all(r["batch_size"] == last for r in steps) else
         f"took the batch from {first} to {last}")
-    read = [(row["tokens"] - before["tokens"], row["batch_size"], noise.noise(row))
-            for before, row in zip([{"tokens": 0} if rows[0] is steps[0] else rows[0], *steps], steps)]
-    known = [(tokens, B, found) for tokens, B, found in read if found]
+    every = known = above = below = 0  # tokens: all, with a noise scale, in batches above and below its interval
+    before = 0 if rows[0] is steps[0] else rows[0]["tokens"]
+    for row in steps:
+        tokens, B, found = row["tokens"] - before, row["batch_size"], noise_scale.of(row)
+        before = row["tokens"]
+        every += tokens
+        if found:
+            known, above, below = known + tokens, above + tokens * (B > found[2]), below + tokens * (B < found[1])
     if known:
-        total, every = (sum(tokens for tokens, _, _ in those) for those in (known, read))
-        above, below = (sum(t for t, B, (_, low, high) in known if test(B, low, high)) / total
-                        for test in (lambda B, low, high: B > high, lambda B, low, high: B < low))
-        text += (f"; the noise scale was known for {total / every:.0%} of its tokens, of which {above:.0%} were read in "
-                 f"batches above its interval and {below:.0%} below")
-    moves = [(r["event"].split(":")[0].removeprefix("batch "), r["tokens"]) for r in rows
-             if r.get("event", "").startswith("batch ") and " -> " in r["event"]]
+        text += (f"; the noise scale was known for {known / every:.0%} of its tokens, of which {above / known:.0%} were read "
+                 f"in batches above its interval and {below / known:.0%} below")
     if schedule.kind(config).measured:
+        moves = [(r["event"].split(":")[0].removeprefix("batch "), r["tokens"]) for r in rows
+                 if r.get("event", "").startswith("batch ") and " -> " in r["event"]]
         text += (f". The controller moved it {len(moves)} time{'s' if len(moves) != 1 else ''}"
                  + (": " + ", ".join(f"{move} at {log.count(tokens)}" for move, tokens in moves) if moves else ""))
     return text + "."

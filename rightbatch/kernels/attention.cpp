@@ -2,7 +2,7 @@
 //
 // qkv is (B, T, 3, H, D), contiguous: B examples, T times, H heads of size D. The output is (B, T, H, D), the gradient has the
 // shape of qkv, so nothing is transposed or copied around the kernel. attention_autograd.cpp calls the two entry points at the
-// bottom. C++17 with the vector extensions of GCC and Clang, intrinsics only for what those lack, and no torch headers.
+// bottom. No torch headers.
 //
 // Forward:  S = Q K^T / sqrt(D),  P = softmax over the keys up to the query's own time,  O = P V
 //           lse_i = sqrt(D) log(sum_j exp(S_ij)), all that is kept of S and P. In units of Q K^T, so that the largest weight's
@@ -26,77 +26,24 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
-#include <type_traits>
 #include <utility>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
+
+#include "vec.h"
 
 namespace {
 
-#define INLINE inline __attribute__((always_inline))
-
 #if defined(__AVX512F__)
-constexpr int kVecBytes = 64, kRows = 8;
-#elif defined(__AVX__)
-constexpr int kVecBytes = 32, kRows = 4;
+constexpr int kRows = 8;
 #else
-constexpr int kVecBytes = 16, kRows = 4;
+constexpr int kRows = 4;
 #endif
-constexpr int W = kVecBytes / sizeof(float);
 constexpr int kVecs = 2, kLanes = kVecs * W;   // a tile of scores: kRows keys, kLanes queries
 constexpr int kMaxSize = 256;                  // of a head
 
 // Blocks, in keys and queries: multiples of kLanes such that a block's scores stay in L1 and its words in L2.
 constexpr int64_t kForwardKeys = 128, kBackwardKeys = 64, kBackwardQueries = 128;
 
-typedef float vec __attribute__((vector_size(kVecBytes)));
-typedef uint32_t vec_u32 __attribute__((vector_size(kVecBytes)));
-typedef int32_t vec_i32 __attribute__((vector_size(kVecBytes)));
-typedef uint16_t vec_u16 __attribute__((vector_size(kVecBytes / 2)));
-struct bf16 { uint16_t bits; };
-
-template <class To, class From> INLINE To bit_cast(From from) {
-    static_assert(sizeof(To) == sizeof(From), "sizes differ");
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-
-// ---- vectors of floats, from and to memory of floats or bf16
-
-INLINE vec load(const float* p) {
-    vec v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-
-INLINE vec_u32 load_bits(const bf16* p) {
-    vec_u16 half;
-    std::memcpy(&half, p, sizeof half);
-    return __builtin_convertvector(half, vec_u32);
-}
-
-INLINE vec load(const bf16* p) { return bit_cast<vec>(load_bits(p) << 16); }
-
-INLINE void store(float* p, vec v) { std::memcpy(p, &v, sizeof v); }
-
-// To nearest even; a NaN stays one.
-INLINE void store(bf16* p, vec v) {
-#if defined(__AVX512BF16__)
-    const __m256i half = bit_cast<__m256i>(_mm512_cvtneps_pbh(bit_cast<__m512>(v)));
-#else
-    const vec_u32 u = bit_cast<vec_u32>(v);
-    const vec_u32 up = u + ((0x7fffu + ((u >> 16) & 1u)) & bit_cast<vec_u32>(v == v));
-    const vec_u16 half = __builtin_convertvector(up >> 16, vec_u16);
-#endif
-    std::memcpy(p, &half, sizeof half);
-}
+// ---- vectors
 
 // The first n of W, or all if there are more.
 template <class X> INLINE vec load_some(const X* p, int64_t n) {
@@ -197,8 +144,6 @@ template <int S = 1> INLINE void transpose(vec (&v)[W]) {
 }
 
 // ---- words
-
-constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // One head's rows of q, k, v or of the output: T rows of D, `stride` apart.
 template <class X> struct Rows {
@@ -464,18 +409,6 @@ template <class F> INLINE void for_each_column(const float* tile, int64_t D, int
 }
 
 // ---- threads
-
-// Run f(thread, threads) on each thread.
-template <class F> void on_threads(int threads, F f) {
-#ifdef _OPENMP
-    if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-        f(omp_get_thread_num(), omp_get_num_threads());
-        return;
-    }
-#endif
-    f(0, 1);
-}
 
 // Who does what: a head has blocks of weight 1, 2, 3 ... (or the other way round); all heads' blocks in one line are cut into
 // equal shares.

@@ -1,8 +1,7 @@
 // LayerNorm and RMSNorm for CPUs: the backward pass also returns each example's squared gradient norm.
 //
 // x is (B, T, C), contiguous; one example is T rows of C channels. ln_autograd.cpp calls the two entry points at the bottom,
-// build.py compiles both files. C++17 with the vector extensions of GCC and Clang, intrinsics only for what those lack,
-// and no torch headers.
+// build.py compiles both files. No torch headers.
 //
 // Forward:  y = (x - mean) * rstd * w + b, mean and rstd kept in float32. RMSNorm: mean = 0, b = 0. Where a branch ends in
 //           the residual stream, x + branch comes first, and its row is normalised while it is in L1.
@@ -19,106 +18,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
-#include <cstring>
 #include <memory>
-#include <type_traits>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-#ifdef __AVX__
-#include <immintrin.h>
-#endif
+
+#include "vec.h"
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kVecBytes = 64;
-#elif defined(__AVX__)
-constexpr int kVecBytes = 32;
-#else
-constexpr int kVecBytes = 16;
-#endif
-constexpr int64_t W = kVecBytes / sizeof(float);
-
-typedef float vec __attribute__((vector_size(kVecBytes)));
-typedef uint32_t vec_u32 __attribute__((vector_size(kVecBytes)));
-typedef uint16_t vec_u16 __attribute__((vector_size(kVecBytes / 2)));
-struct bf16 { uint16_t bits; };
-
-// ---- loads and stores: V is vec, or float for the channels left over; memory is float or bf16 and may be unaligned
-
-template <class To, class From> inline To bit_cast(From from) {
-    static_assert(sizeof(To) == sizeof(From), "sizes differ");
-    To to;
-    std::memcpy(&to, &from, sizeof to);
-    return to;
-}
-
-#if defined(__AVX2__) && !defined(__AVX512F__)   // __builtin_convertvector takes twice as many instructions here
-inline vec_u32 widen(vec_u16 h) { return bit_cast<vec_u32>(_mm256_cvtepu16_epi32(bit_cast<__m128i>(h))); }
-inline vec_u16 narrow(vec_u32 u) {
-    const __m256i i = bit_cast<__m256i>(u);
-    return bit_cast<vec_u16>(_mm256_castsi256_si128(_mm256_permute4x64_epi64(_mm256_packus_epi32(i, i), 8)));
-}
-#else
-inline vec_u32 widen(vec_u16 h) { return __builtin_convertvector(h, vec_u32); }
-inline vec_u16 narrow(vec_u32 u) { return __builtin_convertvector(u, vec_u16); }
-#endif
-
-inline uint32_t mask_of_numbers(float v) { return v == v ? ~0u : 0u; }
-inline vec_u32 mask_of_numbers(vec v) { return bit_cast<vec_u32>(v == v); }
-
-template <class V> inline V load(const float* p) {
-    V v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-
-template <class V> inline V load(const bf16* p) {
-    if constexpr (std::is_same_v<V, float>) {
-        return bit_cast<float>(uint32_t(p->bits) << 16);
-    } else {
-        vec_u16 half;
-        std::memcpy(&half, p, sizeof half);
-        return bit_cast<vec>(widen(half) << 16);
-    }
-}
-
-template <bool Stream = false> inline void store(float* p, float v) { *p = v; }
-
-template <bool Stream = false> inline void store(float* p, vec v) {
-#if defined(__AVX512F__)
-    if (Stream) return _mm512_stream_ps(p, bit_cast<__m512>(v));
-#elif defined(__AVX__)
-    if (Stream) return _mm256_stream_ps(p, bit_cast<__m256>(v));
-#endif
-    std::memcpy(p, &v, sizeof v);
-}
-
-// Round to nearest even; the upper half of the result is the bf16. A NaN is left as it is: rounding could carry its mantissa
-// into the sign, and its quiet bit, set because the value comes out of arithmetic, is among the bits that stay. The
-// instruction for it, where there is one, does the same, but takes a number below 1e-38 for 0.
-template <class U, class V> inline U rounded(V v) {
-    const U u = bit_cast<U>(v), is_number = mask_of_numbers(v);
-    return u + ((0x7fffu + ((u >> 16) & 1u)) & is_number);
-}
-
-template <bool Stream = false> inline void store(bf16* p, float v) { p->bits = uint16_t(rounded<uint32_t>(v) >> 16); }
-
-template <bool Stream = false> inline void store(bf16* p, vec v) {
-#if defined(__AVX512BF16__)
-    const __m256i half = bit_cast<__m256i>(_mm512_cvtneps_pbh(bit_cast<__m512>(v)));
-#else
-    const vec_u16 half = narrow(rounded<vec_u32>(v) >> 16);
-#endif
-#if defined(__AVX512F__)
-    if (Stream) return _mm256_stream_si256((__m256i*)p, bit_cast<__m256i>(half));
-#elif defined(__AVX__)
-    if (Stream) return _mm_stream_si128((__m128i*)p, bit_cast<__m128i>(half));
-#endif
-    std::memcpy(p, &half, sizeof half);
-}
+// ---- channels: of a row, taken as vec where W of them are left, else as float
 
 // Twice as many channels at once: of floats the first and the second half, of bf16 the even and the odd ones. A bf16 is the
 // upper half of a float, so that order takes one shift and one mask; the usual order, two widenings. Buffers of floats
@@ -172,7 +78,7 @@ template <bool Back> void reorder(const float* from, float* to, int64_t C) {
 
 // Buffers begin at cache lines: a vector across the border of two takes twice as long.
 constexpr int64_t kLine = 64;
-inline int64_t padded(int64_t floats) { return (floats * sizeof(float) + kLine - 1) / kLine * kLine / sizeof(float); }
+inline int64_t padded(int64_t floats) { return round_up(floats * sizeof(float), kLine) / sizeof(float); }
 
 struct Floats {
     explicit Floats(int64_t n) : memory(new float[n + kLine / sizeof(float)]) {}
@@ -187,8 +93,6 @@ template <class X, class Y> using Wide = std::conditional_t<kBothBf16<X, Y>, Two
 
 // ---- loops over one row. Always inlined: a body that is called keeps its sums in memory, and since any store might then
 // change what it points to, loads all its pointers anew for every vector. That took half as long again.
-
-#define INLINE __attribute__((always_inline))
 
 // A sum over channels. One accumulator would wait for the latency of its own addition, so several may take turns.
 template <int Lanes> struct Sum {
@@ -223,7 +127,7 @@ template <int Lanes> struct Sum {
 
 // f(V{}, j, turn) works on the channels from j on: 2W of them where V is Two, W where it is vec, one where it is float.
 // Wide is what most of them are taken as.
-template <class Wide = vec, int Turns = 1, class F> INLINE inline void for_channels(int64_t C, F f) {
+template <class Wide = vec, int Turns = 1, class F> INLINE void for_channels(int64_t C, F f) {
     constexpr int64_t wide = sizeof(Wide) / sizeof(float);
     int64_t j = 0;
     for (; j + Turns * wide <= C; j += Turns * wide)
@@ -236,9 +140,9 @@ template <class Wide = vec, int Turns = 1, class F> INLINE inline void for_chann
 constexpr int kLanes = 4;
 template <class Wide> constexpr int kTurns = kLanes * sizeof(vec) / sizeof(Wide);
 
-template <class Wide = vec, class F> INLINE inline float sum_channels(int64_t C, F f) {
+template <class Wide = vec, class F> INLINE float sum_channels(int64_t C, F f) {
     Sum<kLanes> sum;
-    for_channels<Wide, kTurns<Wide>>(C, [&](auto v, int64_t j, int turn) INLINE { sum.add(f(v, j), turn); });
+    for_channels<Wide, kTurns<Wide>>(C, [&](auto v, int64_t j, int turn) ALWAYS_INLINE { sum.add(f(v, j), turn); });
     return sum.total();
 }
 
@@ -254,19 +158,21 @@ inline void forward_rows(const X* input, const Y* branch, X* sum, X* row, const 
                          float* mean, int64_t n, int64_t C, float eps) {
     using Wide = Wide<X, Y>;
     const X* x = branch ? row : input;
-    if (branch) for_channels<Wide>(n * C, [=](auto v, int64_t j, int) INLINE {
+    if (branch) for_channels<Wide>(n * C, [=](auto v, int64_t j, int) ALWAYS_INLINE {
         using V = decltype(v);
         store(row + j, load<V>(input + j) + load<V>(branch + j));
     });
     for (int64_t i = 0; !Rms && i < n; ++i)
-        mean[i] = sum_channels<Wide>(C, [row = x + i * C](auto v, int64_t j) INLINE { return load<decltype(v)>(row + j); }) / C;
+        mean[i] = sum_channels<Wide>(C, [row = x + i * C](auto v, int64_t j) ALWAYS_INLINE {
+            return load<decltype(v)>(row + j);
+        }) / C;
     for (int64_t i = 0; i < n; ++i) {
         // Two passes instead of E[x^2] - mean^2: the row is in L1, and no digits cancel. The sum of a row far from 0 was
         // rounded by more than its mean can bear; what is left after the subtraction says by how much. (bf16 can bear it.)
         constexpr bool mend = !Rms && std::is_same_v<X, float>;
         const float m = Rms ? 0 : mean[i];
         Sum<kLanes> sum_d, sum_dd;
-        for_channels<Wide, kTurns<Wide>>(C, [&, row = x + i * C](auto v, int64_t j, int turn) INLINE {
+        for_channels<Wide, kTurns<Wide>>(C, [&, row = x + i * C](auto v, int64_t j, int turn) ALWAYS_INLINE {
             const auto d = load<decltype(v)>(row + j) - m;
             sum_dd.add(d * d, turn);
             if (mend) sum_d.add(d, turn);
@@ -277,7 +183,7 @@ inline void forward_rows(const X* input, const Y* branch, X* sum, X* row, const 
         rstd[i] = 1 / std::sqrt(std::max(var, 0.f) + eps);
     }
     for (int64_t i = 0; i < n; ++i)
-        for_channels<Wide>(C, [=, at = i * C, m = Rms ? 0 : mean[i], r = rstd[i]](auto v, int64_t j, int) INLINE {
+        for_channels<Wide>(C, [=, at = i * C, m = Rms ? 0 : mean[i], r = rstd[i]](auto v, int64_t j, int) ALWAYS_INLINE {
             using V = decltype(v);
             __builtin_prefetch(input + n * C + at + j);   // the next rows, while this loop leaves the memory bus to writes
             if (branch) __builtin_prefetch(branch + n * C + at + j);
@@ -313,7 +219,7 @@ struct Row { float mean, rstd, slope, shift; };
 constexpr int kRows = 4;
 constexpr int64_t kShortRow = 1024;
 
-template <int N, bool Rms, class X, class Y> INLINE inline void row_sums(const Backward<X, Y>& a, int64_t first, Row* rows) {
+template <int N, bool Rms, class X, class Y> INLINE void row_sums(const Backward<X, Y>& a, int64_t first, Row* rows) {
     const int64_t C = a.C;
     const float* const weight = a.w;
     const X* const x = a.x + first * C;
@@ -322,7 +228,7 @@ template <int N, bool Rms, class X, class Y> INLINE inline void row_sums(const B
     for (int i = 0; i < N; ++i) mean[i] = Rms ? 0 : a.mean[first + i];
     constexpr int lanes = kLanes / N, turns = std::max<int>(1, lanes * sizeof(vec) / sizeof(Wide<X, Y>));
     Sum<lanes> sum_g[N], sum_gc[N];
-    for_channels<Wide<X, Y>, turns>(C, [&](auto v, int64_t j, int turn) INLINE {
+    for_channels<Wide<X, Y>, turns>(C, [&](auto v, int64_t j, int turn) ALWAYS_INLINE {
         using V = decltype(v);
         const V w = load<V>(weight + j);
         for (int64_t i = 0; i < N; ++i) {
@@ -339,13 +245,13 @@ template <int N, bool Rms, class X, class Y> INLINE inline void row_sums(const B
 }
 
 template <int N, bool Rms, bool Bias, bool Add, bool Stream, class X, class Y>
-INLINE inline void write_rows(const Backward<X, Y>& a, int64_t first, const Row (&rows)[N], float* acc_w, float* acc_b) {
+INLINE void write_rows(const Backward<X, Y>& a, int64_t first, const Row (&rows)[N], float* acc_w, float* acc_b) {
     const int64_t C = a.C;
     const float* const weight = a.w;
     const X *const x = a.x + first * C, *const ds = Add ? a.ds + first * C : nullptr;
     const Y* const dy = a.dy + first * C;
     X* const dx = a.dx + first * C;
-    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) INLINE {
+    for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) ALWAYS_INLINE {
         using V = decltype(v);
         const V w = load<V>(weight + j);
         V cw = load<V>(acc_w + j), cb{};
@@ -476,18 +382,6 @@ void finish_total(const Backward<X, Y>& a, int thread, int threads, float* buffe
             add_to(out, share_of(t, threads, a.B * a.T, a.C, buffers).total + kind * a.C + first, n);
         if (kBothBf16<X, Y>) reorder<true>(out, out, n);
     }
-}
-
-// Run f(thread, threads) on each thread.
-template <class F> void on_threads(int threads, F f) {
-#ifdef _OPENMP
-    if (threads > 1) {
-#pragma omp parallel num_threads(threads)
-        f(omp_get_thread_num(), omp_get_num_threads());
-        return;
-    }
-#endif
-    f(0, 1);
 }
 
 inline void wait_for_all() {

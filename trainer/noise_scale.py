@@ -8,7 +8,7 @@ WORDS = {"gns/total": "the whole model", "gns/calibrated": "the whole model",
          "gns/total_adam": "the whole model in Adam's metric", "gns/calibrated_adam": "the whole model in Adam's metric"}
 
 
-def noise_key(config):
+def key(config):
     """The log key of the noise scale that this run goes by, or None where it measures none of the whole model."""
     if config.gns == "off" or (config.gns == "norm" and not config.gns_calibrate_tokens):
         return None
@@ -21,16 +21,19 @@ def metric(config):
     return "plain" if unmeasured else config.gns_metric
 
 
-def noise(row, key="gns"):
-    """(noise scale, low, high) of a row, or None while undetermined."""
-    key = source(row) if key == "gns" and key not in row else key  # a log without a key of its own for it
+def read(row, key):
+    """(value, low, high) of a log row's key, or None while undetermined."""
     return None if row.get(key) is None else (row[key], row[f"{key}_low"], row[f"{key}_high"])
 
 
+def of(row):
+    """The noise scale of a log row, (value, low, high), or None while undetermined."""
+    return read(row, "gns" if "gns" in row else source(row))
+
+
 def source(row):
-    """The key whose value is the row's noise scale."""
-    keys = [key for key in WORDS if row.get(key) is not None]
-    return next((key for key in keys if row[key] == row.get("gns", row[key])), None)
+    """The key whose value is the row's noise scale. A log may lack the key gns: then the first that has a value."""
+    return next((key for key in WORDS if row.get(key) is not None and row[key] == row.get("gns", row[key])), None)
 
 
 def words(row):
