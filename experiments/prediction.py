@@ -10,13 +10,14 @@ Does one run replace the sweep? From single runs, the steps of every other batch
 
 Constant batches, each with its own best learning rate: by final validation loss, on a seed that is not reported, in factors of
 two, and further until the best is not at an end. After the warm-up the learning rate stays as it is. If it fell with the
-tokens, a larger batch would reach a loss later, at a lower learning rate, and look better than it is.
-Runs at the source batches are made twice, with gns=norm, which calibrates, and with gns=exact: the training is the same. From
-each source run, by each candidate noise scale (norm layers, calibrated, total; plain, Adam's metric): predicted over really
-taken steps, to five losses in either half of training. Then the factor on the noise scale that would have predicted best.
+tokens, a larger batch would reach a loss later, at a lower learning rate, and look better than it is. So runs of large batches
+can be longer, too: above 32 the tokens grow with the batch, or they would end before they reach what the others do.
+Runs at the source batches are made twice, with gns=norm, which calibrates, and with gns=exact: the same up to rounding.
+From each source run, by each candidate noise scale (norm layers, calibrated, total; plain, Adam's metric): predicted over
+really taken steps, to five losses in either half of the larger batch's training. Then the factor on the noise scale that would
+have predicted best.
 """
 
-import functools
 import itertools
 import math
 import statistics
@@ -36,6 +37,7 @@ SETTINGS = dict(dataset="python", n_layer=3, n_embd=96, n_head=3, max_tokens=3_0
                 lr_decay="none", gns_half_life_tokens=250_000, batch_size_start=8, eval_iters=128)
 TINY = dict(dataset="stdlib", gns_calibrate_tokens=64, max_tokens=2560)
 BATCHES, SOURCES = (4, 8, 16, 32, 64, 128), (8, 16, 32)
+LONGER, WARM_UP = 32, 32  # tokens grow from this batch on; steps of warm-up, at least
 REFERENCE, FARTHEST = 16, 64  # the search for a learning rate starts at sqrt(batch / REFERENCE) and ends at this factor
 CANDIDATES = {"gns/total_adam": "exact", "gns/calibrated_adam": "norm", "gns/norm_adam": "exact",
               "gns/total": "exact", "gns/calibrated": "norm", "gns/norm": "exact"}  # key: the run that has it
@@ -52,7 +54,8 @@ def experiment(runs, seeds, tuning_seed):
     def wanted(those):
         return {run_name(b, f, s, mode): dict(
             batch_schedule="constant", batch_size=b, batch_size_start=b, micro_batch_size=min(b, config.micro_batch_size),
-            seed=s, learning_rate=config.learning_rate * f, min_lr=config.min_lr * f, gns=mode) for b, f, s, mode in those}
+            seed=s, learning_rate=config.learning_rate * f, min_lr=config.min_lr * f, gns=mode, **length(b, config))
+            for b, f, s, mode in those}
 
     def try_out(those):
         runs.do(wanted((b, f, tuning_seed, "norm") for b, f in those), may_die=True)
@@ -62,6 +65,13 @@ def experiment(runs, seeds, tuning_seed):
     runs.do(wanted((b, best[b], s, mode) for s in seeds for mode in ("norm", "exact") for b in BATCHES
                    if mode == "norm" or b in SOURCES))
     return best, tried
+
+
+def length(batch, config):
+    """Tokens of a run, of its warm-up, and between evaluations, which losses are interpolated from."""
+    tokens = config.max_tokens * max(LONGER, batch) // LONGER
+    return dict(max_tokens=tokens, warmup_tokens=max(config.warmup_tokens, WARM_UP * batch * config.block_size),
+                eval_tokens=max(1, tokens // 40))
 
 
 def tune(try_out):
@@ -80,8 +90,12 @@ def tune(try_out):
 
 def taken(runs, best, seeds):
     """{batch: [validation curve of each seed]}"""
-    curves = {b: [curve(runs.rows(run_name(b, best[b], s, "norm")), "val") for s in seeds] for b in BATCHES}
-    return {b: [{**c, "loss": falling(c["loss"])} for c in own] for b, own in curves.items()}
+    return {b: [validation_curve(runs.rows(run_name(b, best[b], s, "norm"))) for s in seeds] for b in BATCHES}
+
+
+def validation_curve(rows):
+    found = curve(rows, "val")
+    return {**found, "loss": falling(found["loss"])}
 
 
 def falling(values):
@@ -96,10 +110,10 @@ def falling(values):
     return np.array([mean for mean, length in blocks for _ in range(length)])
 
 
-def losses(curves):
-    """{half: five losses} that every batch reaches, evenly spaced in steps of the middle batch's run."""
-    lowest = max(float(c["loss"].min()) for own in curves.values() for c in own)
-    run = curves[SOURCES[1]][0]
+def losses(one, other):
+    """{half: five losses} that all curves of two batches reach, evenly spaced in steps of the larger batch's first run."""
+    lowest = max(float(c["loss"].min()) for c in one + other)
+    run = min(one[0], other[0], key=lambda c: c["steps"][-1] / c["tokens"][-1])
     end = reach(run, lowest)["steps"]
     at = {"first half": np.linspace(0.1, 0.5, 5), "second half": np.linspace(0.6, 1.0, 5)}
     return {half: [float(np.interp(share * end, run["steps"], run["loss"])) for share in shares]
@@ -108,19 +122,20 @@ def losses(curves):
 
 def predictions(runs, best, seeds, curves):
     """[{half, loss, source, batch, seed, key, phases, taken}]: everything that the table is made of."""
-    found, read = [], functools.cache(lambda name: predict.read(runs.path(name)))
-    for half, levels in losses(curves).items():
-        for loss, source, seed, (key, mode) in itertools.product(levels, SOURCES, seeds, CANDIDATES.items()):
-            run = read(run_name(source, best[source], seed, mode))
-            reached = reach(curves[source][seeds.index(seed)], loss)
-            if reached is None or not any(predict.triple(row, key) for row in run.steps):  # or never determined
-                continue
-            phases = predict.at(predict.phases(run, predict.noise_values(run.steps, key)[0], reached["steps"]))
-            for batch in BATCHES:
-                steps = [r["steps"] for r in (reach(c, loss) for c in curves[batch]) if r and r["steps"] > 0]
-                if batch != source and steps:
-                    found.append(dict(half=half, loss=loss, source=source, batch=batch, seed=seed, key=key, phases=phases,
-                                      taken=statistics.fmean(steps)))
+    found = []
+    for source, seed, (key, mode) in itertools.product(SOURCES, seeds, CANDIDATES.items()):
+        run = predict.read(runs.path(run_name(source, best[source], seed, mode)))
+        if not any(predict.triple(row, key) for row in run.steps):
+            continue  # never determined
+        way, noise = validation_curve(run.rows), predict.noise_values(run.steps, key)[0]
+        for batch in (b for b in BATCHES if b != source):
+            for half, levels in losses(curves[source], curves[batch]).items():
+                for loss in levels:
+                    reached, steps = reach(way, loss), [r["steps"] for r in (reach(c, loss) for c in curves[batch]) if r]
+                    if reached and reached["steps"] > 0 and steps and min(steps) > 0:
+                        phases = predict.at(predict.phases(run, noise, reached["steps"]))
+                        found.append(dict(half=half, loss=loss, source=source, batch=batch, seed=seed, key=key, phases=phases,
+                                          taken=statistics.fmean(steps)))
     return found
 
 
@@ -195,7 +210,6 @@ def draw(found, path):
 
 def main(argv=None):
     args, config = parse(argv, "prediction", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
-    config.eval_tokens = max(1, config.max_tokens // 40)  # losses are interpolated between evaluations
     runs, seeds = Runs(config, args), list(range(1, args.seeds + 1))
     best, tried = experiment(runs, seeds, tuning_seed=0)
     found = predictions(runs, best, seeds, taken(runs, best, seeds))
