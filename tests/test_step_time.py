@@ -9,7 +9,6 @@ from rightbatch.tracker import EARLY
 from tests.conftest import TINY
 from trainer import checkpoint, log
 from trainer.optimizer import Optimizer
-from trainer.step import TrainingStep
 from trainer.step_time import WARM_UP, StepTime, row, slowest, split
 
 
@@ -31,7 +30,7 @@ def turned(monkeypatch):
             clock[0] += seconds
             return result
         monkeypatch.setattr(cls, name, slow)
-    after(TrainingStep, "forward", 1.0)
+    after(Optimizer, "backward", 1.0)
     after(Optimizer, "clip_and_step", 3.0)
     monkeypatch.setattr(StepTime, "now", lambda self: clock[0])
     return clock
