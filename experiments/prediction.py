@@ -2,20 +2,18 @@
 Does one run replace the sweep? From single runs, the steps of every other batch to a loss, against the runs that took them.
 
     python data/python/prepare.py
-    python experiments/prediction.py                       # 3 x 96: some 50 runs, half an hour on two quiet cores
+    python experiments/prediction.py                       # 3 x 96: some 100 runs, 40 minutes on two quiet cores
     python experiments/prediction.py --seeds 1             # a first look
-    python experiments/prediction.py --name=prediction_decay --out=out/prediction_decay --lr_decay=linear
     python experiments/prediction.py --name=prediction_quickstart --out=out/prediction_quickstart --n_layer=4 --n_embd=128 \\
         --n_head=4
 
-Constant batches, each with its own best learning rate: by final validation loss, on a seed that is not reported, in factors of
-two, and further until the best is not at an end. After the warm-up the learning rate stays as it is. If it fell with the
-tokens, a larger batch would reach a loss later, at a lower learning rate, and look better than it is. So runs of large batches
-can be longer, too: above 32 the tokens grow with the batch, or they would end before they reach what the others do.
+Constant batches, each trained over several lengths, the learning rate falling to a tenth at the end of each: what somebody
+would do who trains at that batch. Each batch has its own best learning rate, by final validation loss at the middle length, on
+a seed that is not reported, in factors of two and further until the best is not at an end.
+From each single run, by each candidate noise scale (norm layers, calibrated, total; plain, Adam's metric): the tokens that
+another batch needs to end at the same loss, over those that it does need, by the final losses of its own runs (straight lines
+over the logarithm of the tokens, no extrapolation). Then the factor on the noise scale that would have predicted best.
 Runs at the source batches are made twice, with gns=norm, which calibrates, and with gns=exact: the same up to rounding.
-From each source run, by each candidate noise scale (norm layers, calibrated, total; plain, Adam's metric): predicted over
-really taken steps, to five losses in either half of the larger batch's training. Then the factor on the noise scale that would
-have predicted best.
 """
 
 import itertools
@@ -28,50 +26,54 @@ from common import Runs, parse, write
 
 import gns
 from plots import style
-from plots.compare import curve, reach
 from trainer import predict
 
 PAPER = ("The paper: predicts nothing of this kind. McCandlish et al. 2018 (arXiv 1812.06162, section 2) say that a step of "
          "batch B makes the share B / (B + N) of the progress of one without noise.")
-SETTINGS = dict(dataset="python", n_layer=3, n_embd=96, n_head=3, max_tokens=3_000_000, warmup_tokens=150_000,
-                lr_decay="none", gns_half_life_tokens=250_000, batch_size_start=8, eval_iters=128)
+SETTINGS = dict(dataset="python", n_layer=3, n_embd=96, n_head=3, max_tokens=3_000_000, batch_size_start=8, eval_iters=256,
+                eval_tokens=0, checkpoint_tokens=0)
 TINY = dict(dataset="stdlib", gns_calibrate_tokens=64, max_tokens=2560)
 BATCHES, SOURCES = (4, 8, 16, 32, 64, 128), (8, 16, 32)
-LONGER, WARM_UP = 32, 32  # tokens grow from this batch on; steps of warm-up, at least
+LENGTHS = (0.5, 1.0, 2.0)  # of a run, over max_tokens
+LONGER = 32  # above this batch runs are longer, by the square root: or they would end above every other's loss
+WARM_UP, WARM_UP_STEPS = 0.05, 24  # as a share of the run, and at least
 REFERENCE, FARTHEST = 16, 64  # the search for a learning rate starts at sqrt(batch / REFERENCE) and ends at this factor
 CANDIDATES = {"gns/total_adam": "exact", "gns/calibrated_adam": "norm", "gns/norm_adam": "exact",
               "gns/total": "exact", "gns/calibrated": "norm", "gns/norm": "exact"}  # key: the run that has it
 
 
-def run_name(batch, factor, seed, mode):
-    return f"batch{batch}_lr{factor:g}_seed{seed}_{mode}"
+def run_name(batch, length, factor, seed, mode):
+    return f"batch{batch}_length{length:g}_lr{factor:g}_seed{seed}_{mode}"
+
+
+def tokens_of(batch, length, config):
+    """Tokens of a run."""
+    return round(config.max_tokens * length * math.sqrt(max(1, batch / LONGER)))
+
+
+def changes(batch, length, factor, seed, mode, config):
+    """What a run changes in the config."""
+    tokens = tokens_of(batch, length, config)
+    warm_up = min(tokens, max(round(WARM_UP * tokens), WARM_UP_STEPS * batch * config.block_size))
+    return dict(batch_schedule="constant", batch_size=batch, batch_size_start=batch, max_tokens=tokens, warmup_tokens=warm_up,
+                micro_batch_size=min(batch, config.micro_batch_size), seed=seed, learning_rate=config.learning_rate * factor,
+                min_lr=config.min_lr * factor, gns=mode)
 
 
 def experiment(runs, seeds, tuning_seed):
     """({batch: best factor on the learning rate}, {batch: {factor: final loss}}), after all runs."""
-    config = runs.config
-
-    def wanted(those):
-        return {run_name(b, f, s, mode): dict(
-            batch_schedule="constant", batch_size=b, batch_size_start=b, micro_batch_size=min(b, config.micro_batch_size),
-            seed=s, learning_rate=config.learning_rate * f, min_lr=config.min_lr * f, gns=mode, **length(b, config))
-            for b, f, s, mode in those}
+    def do(those, **how):
+        runs.do({run_name(*run): changes(*run, runs.config) for run in those}, **how)
 
     def try_out(those):
-        runs.do(wanted((b, f, tuning_seed, "norm") for b, f in those), may_die=True)
-        return {(b, f): runs.final_loss(run_name(b, f, tuning_seed, "norm")) for b, f in those}
+        wanted = {(b, f): (b, LENGTHS[len(LENGTHS) // 2], f, tuning_seed, "norm") for b, f in those}
+        do(wanted.values(), may_die=True)
+        return {key: runs.final_loss(run_name(*run)) for key, run in wanted.items()}
     tried = tune(try_out)
     best = {b: min(own, key=own.get) for b, own in tried.items()}
-    runs.do(wanted((b, best[b], s, mode) for s in seeds for mode in ("norm", "exact") for b in BATCHES
-                   if mode == "norm" or b in SOURCES))
+    do([(b, n, best[b], s, "norm") for s in seeds for b in BATCHES for n in LENGTHS])
+    do([(b, n, best[b], s, "exact") for s in seeds for b in SOURCES for n in LENGTHS])
     return best, tried
-
-
-def length(batch, config):
-    """Tokens of a run, of its warm-up, and between evaluations, which losses are interpolated from."""
-    tokens = config.max_tokens * max(LONGER, batch) // LONGER
-    return dict(max_tokens=tokens, warmup_tokens=max(config.warmup_tokens, WARM_UP * batch * config.block_size),
-                eval_tokens=max(1, tokens // 40))
 
 
 def tune(try_out):
@@ -88,54 +90,35 @@ def tune(try_out):
     return tried
 
 
-def taken(runs, best, seeds):
-    """{batch: [validation curve of each seed]}"""
-    return {b: [validation_curve(runs.rows(run_name(b, best[b], s, "norm"))) for s in seeds] for b in BATCHES}
+def final_losses(runs, best, seeds):
+    """{batch: [(tokens, final validation loss, mean over seeds) of each length]}"""
+    return {b: [(tokens_of(b, n, runs.config), statistics.fmean(
+        runs.final_loss(run_name(b, n, best[b], s, "norm")) for s in seeds)) for n in LENGTHS] for b in BATCHES}
 
 
-def validation_curve(rows):
-    found = curve(rows, "val")
-    return {**found, "loss": falling(found["loss"])}
+def taken(ends, loss):
+    """The tokens of a run that ends at `loss`, from [(tokens, final loss)]; None outside of them, or where a longer run ended
+    higher."""
+    tokens, losses = zip(*sorted(ends))
+    if any(a <= b for a, b in zip(losses, losses[1:])) or not losses[-1] <= loss <= losses[0]:
+        return None
+    return math.exp(np.interp(-loss, [-v for v in losses], np.log(tokens)))
 
 
-def falling(values):
-    """The nearest curve, by squares, that never rises (pool adjacent violators). A running minimum would reach every loss too
-    early where the curve is noisy."""
-    blocks = []  # mean, length
-    for value in values:
-        blocks.append((float(value), 1))
-        while len(blocks) > 1 and blocks[-1][0] > blocks[-2][0]:
-            (b, m), (a, n) = blocks.pop(), blocks.pop()
-            blocks.append(((a * n + b * m) / (n + m), n + m))
-    return np.array([mean for mean, length in blocks for _ in range(length)])
-
-
-def losses(one, other):
-    """{half: five losses} that all curves of two batches reach, evenly spaced in steps of the larger batch's first run."""
-    lowest = max(float(c["loss"].min()) for c in one + other)
-    run = min(one[0], other[0], key=lambda c: c["steps"][-1] / c["tokens"][-1])
-    end = reach(run, lowest)["steps"]
-    at = {"first half": np.linspace(0.1, 0.5, 5), "second half": np.linspace(0.6, 1.0, 5)}
-    return {half: [float(np.interp(share * end, run["steps"], run["loss"])) for share in shares]
-            for half, shares in at.items()}
-
-
-def predictions(runs, best, seeds, curves):
-    """[{half, loss, source, batch, seed, key, phases, taken}]: everything that the table is made of."""
+def predictions(runs, best, seeds, ends):
+    """[{length, loss, source, batch, seed, key, phases, taken}]: everything that the table is made of; taken in steps."""
     found = []
-    for source, seed, (key, mode) in itertools.product(SOURCES, seeds, CANDIDATES.items()):
-        run = predict.read(runs.path(run_name(source, best[source], seed, mode)))
+    for source, length, seed, (key, mode) in itertools.product(SOURCES, LENGTHS, seeds, CANDIDATES.items()):
+        run = predict.read(runs.path(run_name(source, length, best[source], seed, mode)))
+        loss = ends[source][LENGTHS.index(length)][1]
         if not any(predict.triple(row, key) for row in run.steps):
             continue  # never determined
-        way, noise = validation_curve(run.rows), predict.noise_values(run.steps, key)[0]
+        phases = predict.at(predict.phases(run, predict.noise_values(run.steps, key)[0], run.steps[-1]["step"]))
         for batch in (b for b in BATCHES if b != source):
-            for half, levels in losses(curves[source], curves[batch]).items():
-                for loss in levels:
-                    reached, steps = reach(way, loss), [r["steps"] for r in (reach(c, loss) for c in curves[batch]) if r]
-                    if reached and reached["steps"] > 0 and steps and min(steps) > 0:
-                        phases = predict.at(predict.phases(run, noise, reached["steps"]))
-                        found.append(dict(half=half, loss=loss, source=source, batch=batch, seed=seed, key=key, phases=phases,
-                                          taken=statistics.fmean(steps)))
+            tokens = taken(ends[batch], loss)
+            if tokens:
+                found.append(dict(length=length, loss=loss, source=source, batch=batch, seed=seed, key=key, phases=phases,
+                                  taken=tokens / (batch * run.block)))
     return found
 
 
@@ -157,41 +140,52 @@ def far(p):
 
 
 def table(found):
-    """{key: {half: {distance: errors}}}, and the factor that would have been best in the second half."""
+    """{key: {distance: errors, by length of the run, factor that would have been best}}"""
     result = {}
     for key in CANDIDATES:
         own = [p for p in found if p["key"] == key]
-        late = [p for p in own if p["half"] == "second half"]
-        result[key] = {half: {f"x{2**d}": errors([p for p in own if p["half"] == half and far(p) == d]) for d in (1, 2, 3, 4)}
-                       for half in ("first half", "second half")}
-        if late:
-            factor = float(min(np.geomspace(0.25, 8, 121), key=lambda f: np.median([abs(np.log(ratio(p, f))) for p in late])))
+        result[key] = {f"x{2**d}": errors([p for p in own if far(p) == d]) for d in (1, 2, 3, 4)}
+        result[key]["by_length"] = {f"{n:g}": {f"x{2**d}": errors([p for p in own if p["length"] == n and far(p) == d])
+                                               for d in (1, 2)} for n in LENGTHS}
+        if own:
+            factor = float(min(np.geomspace(0.25, 8, 121), key=lambda f: np.median([abs(np.log(ratio(p, f))) for p in own])))
             result[key]["best_factor"] = factor
-            result[key]["with_best_factor"] = {f"x{2**d}": errors([p for p in late if far(p) == d], factor) for d in (1, 2)}
+            result[key]["with_best_factor"] = {f"x{2**d}": errors([p for p in own if far(p) == d], factor) for d in (1, 2)}
+    return result
+
+
+def each(found, key):
+    """{"8 to 16": [predicted over taken of every seed and length]}, by one candidate."""
+    result = {}
+    for p in found:
+        if p["key"] == key:
+            result.setdefault(f"{p['source']} to {p['batch']}", []).append(round(ratio(p), 3))
     return result
 
 
 def finding(result):
-    late = {key: own["second half"] for key, own in result.items() if own["second half"]["x2"]}
-    if not late:
-        return "Here: no prediction: the noise scale was undetermined, or no loss was reached by all."
-    best = min(late, key=lambda key: late[key]["x2"]["median_error"])
-    chosen = late.get("gns/calibrated_adam", late[best])
-    text = (f"Here, in the second half of training: by {best} the steps of twice or half the batch are predicted with a median "
-            f"error of {late[best]['x2']['median_error']:.0%}")
-    if late[best]["x4"]:
-        text += f", of four times or a quarter with {late[best]['x4']['median_error']:.0%}"
-    text += f"; by gns/calibrated_adam, which a run goes by, with {chosen['x2']['median_error']:.0%}"
-    return text + (f" and {chosen['x4']['median_error']:.0%}." if chosen["x4"] else ".")
+    known = {key: own for key, own in result.items() if own["x2"]}
+    if not known:
+        return "Here: no prediction: the noise scale was undetermined, or no run ended where another did."
+    best, chosen = min(known, key=lambda key: known[key]["x2"]["median_error"]), "gns/calibrated_adam"
+
+    def said(key):
+        return " and ".join(f"{known[key][d]['median_error']:.0%} for {words}" for d, words in (
+            ("x2", "twice or half the batch"), ("x4", "four times or a quarter")) if known[key][d])
+    text = f"Here, the median error of predicted tokens and steps: by {best} {said(best)}"
+    if chosen in known and chosen != best:
+        text += f"; by {chosen}, which a run goes by, {said(chosen)}"
+    shown = chosen if chosen in known else best
+    return f"{text}. The noise scale in {shown} would have predicted best times {known[shown]['best_factor']:.2g}."
 
 
 def draw(found, path):
-    """Predicted over taken, by candidate, against the distance in batch; second half of training."""
+    """Predicted over taken, by candidate, against the distance in batch."""
     plt = style.pyplot()
     figure, axes = plt.subplots(2, 3, figsize=(13, 7.5), layout="constrained", sharey=True, sharex=True)
     for ax, key in zip(axes.flat, CANDIDATES):
         for color, source in zip(style.COLORS, SOURCES):
-            own = [p for p in found if p["key"] == key and p["source"] == source and p["half"] == "second half"]
+            own = [p for p in found if p["key"] == key and p["source"] == source]
             ax.plot([p["batch"] / source for p in own], [ratio(p) for p in own], "o", ms=4, alpha=0.6, color=color,
                     label=f"from batch {source}")
         ax.axhline(1, color="#888888", lw=1)
@@ -204,7 +198,7 @@ def draw(found, path):
         ax.xaxis.set_major_formatter(lambda v, _: f"x {v:g}")
     axes[0, 0].legend()
     figure.supxlabel("batch over that of the run predicted from")
-    figure.supylabel("steps, predicted over taken")
+    figure.supylabel("tokens and steps to the same final loss, predicted over taken")
     style.save(figure, path)
 
 
@@ -212,9 +206,12 @@ def main(argv=None):
     args, config = parse(argv, "prediction", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
     runs, seeds = Runs(config, args), list(range(1, args.seeds + 1))
     best, tried = experiment(runs, seeds, tuning_seed=0)
-    found = predictions(runs, best, seeds, taken(runs, best, seeds))
+    ends = final_losses(runs, best, seeds)
+    found = predictions(runs, best, seeds, ends)
     result = table(found)
-    path = write(args, config, PAPER, finding(result), {"learning_rate_factors": best, "tuning": tried, "table": result})
+    path = write(args, config, PAPER, finding(result), {
+        "learning_rate_factors": best, "tuning": tried, "tokens_and_final_losses": ends, "table": result,
+        "predicted_over_taken": {key: each(found, key) for key in ("gns/calibrated_adam", "gns/calibrated")}})
     draw(found, path)
     return 0
 

@@ -61,15 +61,24 @@ def test_the_finding_says_what_came_out_whichever_way():
 
 # -- prediction.py
 
-def test_the_prediction_experiment_runs_and_tells_every_candidate_and_distance(tiny, capsys):
+def test_the_prediction_experiment_runs_and_tells_every_candidate_and_distance(tiny, monkeypatch):
+    monkeypatch.setattr(prediction, "taken", lambda ends, loss: ends[1][0])  # losses of some steps tell nothing
     result = tiny(prediction, "--seeds", "1")
-    assert len(tiny.runs) == len(set(tiny.runs)) == sum(map(len, result["tuning"].values())) + 6 + 3
+    assert len(tiny.runs) == len(set(tiny.runs)) == sum(map(len, result["tuning"].values())) + (6 + 3) * 3
     for batch, tried in result["tuning"].items():
         at, factors = float(result["learning_rate_factors"][batch]), sorted(map(float, tried))
         assert factors[0] < at < factors[-1], "the best learning rate is not at an end of what was tried"
     assert set(result["table"]) == set(prediction.CANDIDATES)
-    assert set(result["learning_rate_factors"]) == {"4", "8", "16", "32", "64", "128"}
-    assert result["table"]["gns/total_adam"]["second half"]["x2"]["predictions"] > 0
+    assert result["table"]["gns/total_adam"]["x2"]["predictions"] >= 6 and result["table"]["gns/total_adam"]["by_length"]
+    assert set(result["predicted_over_taken"]["gns/calibrated_adam"]) >= {"8 to 4", "8 to 128"}
+
+
+def test_the_tokens_to_a_final_loss_are_read_between_runs_and_never_beyond():
+    ends = [(4e6, 1.6), (1e6, 2.0), (2e6, 1.8)]
+    assert prediction.taken(ends, 1.8) == pytest.approx(2e6)
+    assert prediction.taken(ends, 1.9) == pytest.approx(math.sqrt(2) * 1e6)
+    assert prediction.taken(ends, 2.01) is None and prediction.taken(ends, 1.59) is None
+    assert prediction.taken([(1e6, 2.0), (2e6, 2.1)], 2.05) is None, "a longer run that ended higher"
 
 
 def test_the_search_for_a_learning_rate_goes_on_until_the_best_is_inside_and_tries_nothing_twice():
@@ -84,12 +93,6 @@ def test_the_search_for_a_learning_rate_goes_on_until_the_best_is_inside_and_tri
     assert max(map(max, prediction.tune(lambda those: {(b, f): -f for b, f in those}).values())) == prediction.FARTHEST
 
 
-def test_a_falling_curve_is_the_nearest_by_squares():
-    values = [5.0, 4.0, 4.6, 3.0, 3.4, 3.2, 2.0]
-    assert prediction.falling(values) == pytest.approx([5, 4.3, 4.3, 3.2, 3.2, 3.2, 2])
-    assert prediction.falling([3.0, 2.0, 1.0]) == pytest.approx([3, 2, 1])
-
-
 def test_predictions_are_exact_where_runs_follow_the_theory():
     """Runs that need S + E/B steps to each loss: by the true noise scale E/S all predictions are right, by half of it none."""
     def steps(batch, done):
@@ -97,14 +100,14 @@ def test_predictions_are_exact_where_runs_follow_the_theory():
     found = []
     for source, batch, share in itertools.product((8, 16), (4, 8, 16, 32, 64), (0.3, 0.8)):
         if batch != source:
-            found.append(dict(half="second half", loss=2.0, source=source, batch=batch, seed=0, key="gns/total_adam",
+            found.append(dict(length=1.0, loss=2.0, source=source, batch=batch, seed=0, key="gns/total_adam",
                               phases=[(steps(source, 100 * share), source, 40.0)], taken=steps(batch, 100 * share)))
     result = prediction.table(found)["gns/total_adam"]
-    assert result["second half"]["x4"]["worst_error"] == pytest.approx(0, abs=1e-12)
+    assert result["x4"]["worst_error"] == pytest.approx(0, abs=1e-12)
     assert result["best_factor"] == pytest.approx(1, rel=0.02)
     halved = [dict(p, phases=[(s, b, n / 2) for s, b, n in p["phases"]]) for p in found]
     result = prediction.table(halved)["gns/total_adam"]
-    assert result["second half"]["x2"]["median_error"] > 0.05 and result["best_factor"] == pytest.approx(2, rel=0.02)
+    assert result["x2"]["median_error"] > 0.05 and result["best_factor"] == pytest.approx(2, rel=0.02)
     assert result["with_best_factor"]["x2"]["worst_error"] < 0.02
 
 
