@@ -32,7 +32,7 @@ PAPER = ("The paper: predicts nothing of this kind. McCandlish et al. 2018 (arXi
          "batch B makes the share B / (B + N) of the progress of one without noise.")
 SETTINGS = dict(dataset="python", n_layer=3, n_embd=96, n_head=3, max_tokens=3_000_000, batch_size_start=8, eval_iters=256,
                 eval_tokens=0, checkpoint_tokens=0)
-TINY = dict(dataset="stdlib", gns_calibrate_tokens=64, max_tokens=2560)
+TINY = dict(dataset="stdlib", gns_calibrate_tokens=64, max_tokens=2560, learning_rate=3e-2, min_lr=3e-3)
 BATCHES, SOURCES = (4, 8, 16, 32, 64, 128), (8, 16, 32)
 LENGTHS = (0.5, 1.0, 2.0)  # of a run, over max_tokens
 LONGER = 32  # above this batch runs are longer, by the square root: or they would end above every other's loss

@@ -62,15 +62,18 @@ def test_the_finding_says_what_came_out_whichever_way():
 # -- prediction.py
 
 def test_the_prediction_experiment_runs_and_tells_every_candidate_and_distance(tiny, monkeypatch):
-    monkeypatch.setattr(prediction, "taken", lambda ends, loss: ends[1][0])  # losses of some steps tell nothing
+    for name, value in (("BATCHES", (4, 8, 16)), ("SOURCES", (8,)), ("LENGTHS", (1.0, 1.5)),
+                        ("taken", lambda ends, loss: ends[1][0])):  # the losses of so few steps tell nothing
+        monkeypatch.setattr(prediction, name, value)
     result = tiny(prediction, "--seeds", "1")
-    assert len(tiny.runs) == len(set(tiny.runs)) == sum(map(len, result["tuning"].values())) + (6 + 3) * 3
+    assert len(tiny.runs) == len(set(tiny.runs)) == sum(map(len, result["tuning"].values())) + (3 + 1) * 2
     for batch, tried in result["tuning"].items():
         at, factors = float(result["learning_rate_factors"][batch]), sorted(map(float, tried))
         assert factors[0] < at < factors[-1], "the best learning rate is not at an end of what was tried"
     assert set(result["table"]) == set(prediction.CANDIDATES)
-    assert result["table"]["gns/total_adam"]["x2"]["predictions"] >= 6 and result["table"]["gns/total_adam"]["by_length"]
-    assert set(result["predicted_over_taken"]["gns/calibrated_adam"]) >= {"8 to 4", "8 to 128"}
+    own = result["table"]["gns/total_adam"]
+    assert own["x2"]["predictions"] == sum(rows["x2"]["predictions"] for rows in own["by_length"].values() if rows["x2"]) > 0
+    assert set(result["predicted_over_taken"]["gns/calibrated_adam"]) <= {"8 to 4", "8 to 16"}
 
 
 def test_the_tokens_to_a_final_loss_are_read_between_runs_and_never_beyond():
