@@ -158,8 +158,13 @@ class Config:
     resume: str = opt("False", FREE, "True continues out_dir from its checkpoint; auto does if there is one",
                       ("False", "True", "auto"))
     wandb_log: bool = opt(False, FREE, "also log to wandb; offline, without asking, where there is no key")
-    wandb_project: str = opt("rightbatch", FREE, "wandb's project")
-    wandb_run_name: str = opt("", FREE, "wandb's run name; empty = the last part of out_dir")
+    wandb_project: str = opt("", FREE, "wandb's project; empty = WANDB_PROJECT, or rightbatch")
+    wandb_run_name: str = opt("", FREE, "wandb's run name; empty = WANDB_NAME, or the last part of out_dir")
+    wandb_entity: str = opt("", FREE, "wandb's user or team; empty = your default")
+    wandb_group: str = opt("", FREE, "runs of one group are shown together; sweep.py runs turns wandb_log on with it")
+    wandb_tags: str = opt("", FREE, "labels to find a run by, e.g. baseline,long")
+    wandb_notes: str = opt("", FREE, "a sentence about the run")
+    wandb_job_type: str = opt("", FREE, "what kind of run it is within its group, e.g. train or ablation")
 
     def end_tokens(self):
         """Where this process leaves."""

@@ -2,10 +2,10 @@
 Pictures of runs, from their log.jsonl alone. Each is a file of plots/.
 
     python plot.py out/quickstart                   # out/quickstart/report.png
-    python plot.py out/run_a out/run_b              # both over each other, in compare.png
+    python plot.py out/run_a out/run_b              # both over each other, in out/run_a/compare.png
     python plot.py out/run_a out/run_b --out=a.png
     python plot.py --compare fixed=out/a,out/b linear=out/c,out/d    # what it took to reach each loss, over seeds:
-                                                                     # a table, compare.json and compare.png
+                                                                     # a table, and compare.json and .png in out/a
     python plot.py --layers out/exact               # a run with gns=exact: phase plot, groups, blocks, regression
 """
 
@@ -17,7 +17,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
 
 from configurator import ConfigError, die, explain, speak_ascii
-from plots import compare, layers, report
+from plots import comparable, compare, layers, report
 
 
 def main(argv=None):
@@ -34,13 +34,13 @@ def main(argv=None):
         parser.error("give run folders, or --compare with groups of them")
     try:
         if args.compare:
-            print(compare.compare(compare.parse_groups(args.compare), args.out or "compare.png", args.loss))
+            print(compare.compare(compare.parse_groups(args.compare), args.out, args.loss))
         elif args.layers:
             for out_dir in args.out_dirs:
                 path, numbers = layers.draw(out_dir, args.out)
                 print(layers.table(numbers), path, sep="\n")
         else:
-            print(report.draw(*args.out_dirs, path=args.out))
+            print(*comparable.warnings(args.out_dirs), report.draw(*args.out_dirs, path=args.out), sep="\n")
     except (ConfigError, OSError, UnicodeEncodeError) as e:
         die(explain(e) or e)
     return 0

@@ -130,7 +130,9 @@ def train_locked(config, ranks, device):
 
     run.close()
     if ranks.first:
-        log.say(summary.closing(config) if run.over else summary.stopped(run, stopping))
+        words = summary.closing(config) if run.over else summary.stopped(run, stopping)
+        log.say(words)
+        run.out.publish(words if run.over else "")
     return int(run.died) if run.over else 128 + stopping
 
 

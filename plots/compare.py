@@ -5,57 +5,14 @@ arXiv 2411.00999, Figure 9). Deciding is comparison(), saying table() and verdic
     python plot.py --compare fixed=out/a,out/b linear=out/c,out/d
 """
 
+import os
+
 import numpy as np
 
 from configurator import ConfigError
-from plots import style
-from trainer import checkpoint, log
-
-MEASURES = ("tokens", "steps", "seconds")
-SMOOTHING = 0.02  # half-life of a smoothed training loss, as a share of the run
-
-
-def curve(rows, source):
-    """{"tokens", "steps", "seconds", "loss"} as arrays over the evaluations ("val") or logged steps ("train", smoothed), and
-    whether the run "died"."""
-    steps = [r for r in rows if r.get("train/loss") is not None]
-    points = steps if source == "train" else [r for r in rows if r.get("val/loss") is not None]
-    tokens = np.array([r["tokens"] for r in points], dtype=float)
-    loss = np.array([r[f"{source}/loss"] for r in points], dtype=float)
-    if not points:
-        raise ConfigError(f"a run without a finite {source}/loss cannot be compared")
-    if source == "train":
-        loss = smoothed_loss(tokens, loss, SMOOTHING * tokens[-1])
-    clock = ([0, *(r["step"] for r in steps)], [0.0, *(r.get("seconds", np.nan) for r in steps)])
-    number = np.array([r["step"] for r in points], dtype=float)
-    return {"tokens": tokens, "steps": number, "seconds": np.interp(number, *clock), "loss": loss,
-            "died": log.died(rows)}
-
-
-def smoothed_loss(tokens, loss, half_life):
-    """Average over the tokens so far that forgets half in half_life, corrected at the start."""
-    total = weight = before = 0.0
-    result = []
-    for t, value in zip(tokens, loss):
-        keep = 2.0 ** (-(t - before) / half_life)
-        total, weight, before = keep * total + (1 - keep) * value, keep * weight + (1 - keep), t
-        result.append(total / weight)
-    return np.array(result)
-
-
-def reach(run, level):
-    """{measure: value} where the curve first comes down to `level`, on straight lines between its points; None if never, and
-    for a run that died: what it reached is of no use."""
-    if run.get("died"):
-        return None
-    below = np.flatnonzero(run["loss"] <= level)
-    if not len(below):
-        return None
-    i = below[0]
-    if i == 0:
-        return {m: float(run[m][0]) for m in MEASURES}
-    share = (run["loss"][i - 1] - level) / (run["loss"][i - 1] - run["loss"][i])
-    return {m: float(run[m][i - 1] + share * (run[m][i] - run[m][i - 1])) for m in MEASURES}
+from plots import comparable, style
+from trainer import checkpoint, log, tradeoff
+from trainer.curves import MEASURES, curve, reach
 
 
 def spread(values):
@@ -186,9 +143,10 @@ def draw(result, loaded, path):
 def draw_losses(ax, curves):
     """Mean and range over seeds; the axis leaves the steep start out."""
     for color, (name, runs) in zip(style.COLORS * 9, curves.items()):
-        tokens = np.linspace(max(r["tokens"][0] for r in runs), min(r["tokens"][-1] for r in runs), 200)
+        ends = max(r["tokens"][0] for r in runs), min(r["tokens"][-1] for r in runs)
+        tokens = np.unique(np.linspace(*ends, 200))  # one, where there is one evaluation
         losses = np.array([np.interp(tokens, r["tokens"], r["loss"]) for r in runs])
-        ax.plot(tokens, losses.mean(0), color=color, label=f"{name} ({len(runs)} run{'s' if len(runs) > 1 else ''})")
+        style.line(ax, tokens, losses.mean(0), color=color, label=f"{name} ({len(runs)} run{'s' if len(runs) > 1 else ''})")
         ax.fill_between(tokens, losses.min(0), losses.max(0), color=color, alpha=0.2, lw=0)
     top = np.median(next(iter(curves.values()))[0]["loss"])
     bottom = min(r["loss"].min() for runs in curves.values() for r in runs)
@@ -204,7 +162,7 @@ def draw_less(ax, result):
         if name != result["first"]:
             losses = [row["loss"] for row in rows]
             mean, low, high = ([100 * row["less"]["tokens"][end] for row in rows] for end in ("mean", "low", "high"))
-            ax.plot(losses, mean, color=color, label=name)
+            style.line(ax, losses, mean, color=color, label=name)
             ax.fill_between(losses, low, high, color=color, alpha=0.2, lw=0)
     ax.axhline(0, color=style.COLORS[0], lw=1.8)
     ax.invert_xaxis()
@@ -222,11 +180,32 @@ def draw_pareto(ax, result):
             labels.append((tokens["mean"], steps["mean"], name))
     for i, (tokens, steps, name) in enumerate(sorted(labels)):  # neighbours one below, one above: they do not meet
         ax.annotate(name, (steps, tokens), xytext=(8, 6 if i % 2 else -15), textcoords="offset points")
+    draw_tradeoff(ax, result.get("tradeoff") or {})
     ax.set_xlabel("optimizer steps")
     ax.set_ylabel("tokens")
     ax.margins(0.25)
     style.counts(ax.xaxis)
     style.counts(ax.yaxis)
+
+
+def draw_tradeoff(ax, found):
+    """The fitted curve of tokens against steps, and that of one run's prediction, the middle one."""
+    sizes = found.get("batches") or [p["batch"] for p in found.get("predictions", [])]
+    if not sizes:
+        return
+    batch = np.geomspace(sizes[0] / 2, sizes[-1] * 2, 100)
+    if "critical" in found:
+        steps = tradeoff.steps_at(found, batch)
+        ax.plot(steps, steps * batch * found["block"], color="#444444", lw=1.4, label="fitted curve")
+    if found["predictions"]:
+        own = found["predictions"][len(found["predictions"]) // 2]
+        start = own["steps"][own["batch"]] / (1 + own["critical"] / own["batch"])
+        steps = start * (1 + own["critical"] / batch)
+        ax.plot(steps, steps * batch * found["block"], color="#888888", lw=1.4, ls="--",
+                label=f"predicted from the run at batch {own['batch']:.3g}")
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    ax.legend()
 
 
 # -- the command
@@ -248,11 +227,38 @@ def parse_groups(words):
     return groups
 
 
-def compare(groups, path="compare.png", source="auto"):
+def compare(groups, path=None, source="auto"):
     """Writes JSON and picture of {name: [out_dir, ...]}; returns table and verdict."""
+    careful = comparable.check([d for dirs in groups.values() for d in dirs])
     loaded = {name: [style.load(d) for d in dirs] for name, dirs in groups.items()}
     result = comparison(loaded, source)
-    base = path.removesuffix(".png")
-    checkpoint.write_json(base + ".json", {**result, "runs": groups})
+    result["tradeoff"] = tradeoff_of(result, groups, loaded)
+    base = default_path(groups) if path is None else path.removesuffix(".png")
+    checkpoint.write_json(base + ".json", {**result, "runs": groups, "careful": careful})
     draw(result, loaded, base + ".png")
-    return f"{table(result)}\n\n{verdict(result)}\n\nPicture: {base}.png    Numbers: {base}.json"
+    curve_words = tradeoff.words(result["tradeoff"], f"the loss of {result['target']:.4f}")
+    return "\n".join([*careful, table(result), "", verdict(result), "", *curve_words, "",
+                      f"Picture: {base}.png    Numbers: {base}.json"])
+
+
+def default_path(groups):
+    """Beside the first run."""
+    return os.path.join(next(iter(groups.values()))[0], "compare")
+
+
+def tradeoff_of(result, groups, loaded):
+    """The curve through all runs that kept one batch until they reached the headline loss."""
+    runs, blocks = [], set()
+    for name, dirs in groups.items():
+        for folder, rows in zip(dirs, loaded[name]):
+            got = reach(curve(rows, result["loss"]), result["target"])
+            sizes = {r["batch_size"] for r in rows if "batch_size" in r and got and r["step"] <= got["steps"]}
+            if got and len(sizes) == 1:
+                blocks.add(tokens_of_a_sequence(rows))
+                runs.append((folder, got["steps"], got["tokens"]))
+    return tradeoff.of_runs(runs, blocks.pop() if len(blocks) == 1 else None)
+
+
+def tokens_of_a_sequence(rows):
+    """From the newest row that tells."""
+    return next((r["tokens"] // r["examples"] for r in reversed(rows) if r.get("examples")), None)

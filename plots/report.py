@@ -13,9 +13,9 @@ from trainer import noise_scale, predict
 
 
 def draw(*out_dirs, path=None):
-    """report.png of one run, compare.png of several; returns its path."""
+    """report.png of one run, compare.png of several, in the folder of the first; returns its path."""
     runs = [(os.path.basename(os.path.normpath(d)), style.load(d)) for d in out_dirs]
-    path = path or (os.path.join(out_dirs[0], "report.png") if len(runs) == 1 else "compare.png")
+    path = path or os.path.join(out_dirs[0], "report.png" if len(runs) == 1 else "compare.png")
     figure = style.pyplot().figure(figsize=(11, 8.2), layout="constrained")
     grid = figure.add_gridspec(4, 6)
     loss_ax, gns_ax, answer_ax = (figure.add_subplot(grid[:2, :3]), figure.add_subplot(grid[:2, 3:]),
@@ -25,8 +25,8 @@ def draw(*out_dirs, path=None):
         draw_loss(loss_ax, rows, name, color, alone=len(runs) == 1)
         draw_noise(gns_ax, rows, name, color, alone=len(runs) == 1)
         draw_parts(part_ax, rows, name, color, alone=len(runs) == 1)
-        lr_ax.plot(*series(rows, "lr"), color=color)
-        rate_ax.plot(*series(rows, "tok_per_sec"), color=color)
+        style.line(lr_ax, *series(rows, "lr"), color=color)
+        style.line(rate_ax, *series(rows, "tok_per_sec"), color=color)
     titles = {loss_ax: "Loss (nats per token)", gns_ax: "Noise scale and batch (sequences)", part_ax: "Its parts, norm layers",
               lr_ax: "Learning rate", rate_ax: "Tokens per second"}
     for ax, title in titles.items():
@@ -58,15 +58,16 @@ def draw_answer(ax, out_dirs):
 
 
 def draw_loss(ax, rows, name, color, alone):
-    ax.plot(*series(rows, "train/loss"), color=color, alpha=0.45, lw=1.2, label="train, each logged step" if alone else None)
+    style.line(ax, *series(rows, "train/loss"), color=color, alpha=0.45, lw=1.2,
+               label="train, each logged step" if alone else None)
     ax.plot(*series(rows, "val/loss"), color=COLORS[1] if alone else color, marker="o", ms=4,
             label="validation" if alone else f"{name}, validation")
 
 
 def draw_noise(ax, rows, name, color, alone):
     tokens, batch = series(rows, "batch_size")
-    ax.step(tokens, batch, color=COLORS[1] if alone else color, ls="--", where="post",
-            label="batch size" if alone else f"{name}, batch")
+    style.line(ax, tokens, batch, color=COLORS[1] if alone else color, ls="--", drawstyle="steps-post",
+               label="batch size" if alone else f"{name}, batch")
     measured = [row for row in rows if "gns/norm" in row]
     if not measured:
         return
@@ -75,10 +76,10 @@ def draw_noise(ax, rows, name, color, alone):
     value, low, high = zip(*found)
     ax.fill_between(tokens, [max(v, 1e-2) for v in low], high, color=color, alpha=0.2, lw=0,
                     label="95% interval" if alone else None)
-    ax.plot(tokens, value, color=color,
-            label=f"noise scale, {noise_scale.words(measured[-1])}" if alone else f"{name}, noise scale")
+    style.line(ax, tokens, value, color=color,
+               label=f"noise scale, {noise_scale.words(measured[-1])}" if alone else f"{name}, noise scale")
     if alone:
-        ax.plot(*series(rows, "gns/norm"), color=color, lw=1, ls=":", label="noise scale, the norm layers")
+        style.line(ax, *series(rows, "gns/norm"), color=color, lw=1, ls=":", label="noise scale, the norm layers")
     known = [v for v in value if v == v] + batch
     ax.set_ylim(max(0.05, min(known) / 3), max(known) * 3)
 
@@ -88,7 +89,7 @@ def draw_parts(ax, rows, name, color, alone):
     if not tokens:
         ax.text(0.5, 0.5, "not measured (gns=off)", ha="center", transform=ax.transAxes)
         return
-    ax.plot(tokens, style.positive(series(rows, "gns/norm_tr_sigma")[1]), color=color,
-            label="noise, tr Σ" if alone else f"{name}, tr Σ")
-    ax.plot(tokens, style.positive(sq_norm), color=COLORS[2] if alone else color, ls="-" if alone else ":",
-            label="signal, |G|²" if alone else f"{name}, |G|²")
+    style.line(ax, tokens, style.positive(series(rows, "gns/norm_tr_sigma")[1]), color=color,
+               label="noise, tr Σ" if alone else f"{name}, tr Σ")
+    style.line(ax, tokens, style.positive(sq_norm), color=COLORS[2] if alone else color, ls="-" if alone else ":",
+               label="signal, |G|²" if alone else f"{name}, |G|²")

@@ -36,6 +36,15 @@ def positive(values):
     return [v if v and v > 0 else float("nan") for v in values]
 
 
+def line(ax, x, y, **how):
+    """A line. A point without a neighbour, which a line would not show, is a dot."""
+    ax.plot(x, y, **how)
+    known = [v is not None and v == v for v in y]
+    alone = [i for i, k in enumerate(known) if k and not any(known[max(i - 1, 0):i]) and not any(known[i + 1:i + 2])]
+    if alone:
+        ax.plot([x[i] for i in alone], [y[i] for i in alone], "o", ms=5, color=how.get("color"), alpha=how.get("alpha"))
+
+
 def pyplot():
     import matplotlib  # slow to import, so only when a picture is drawn
     matplotlib.use("Agg")

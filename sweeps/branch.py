@@ -32,6 +32,7 @@ def arguments(parser):
                                          "steps of the largest batch")
     parser.add_argument("--tolerance", type=float, default=0.01, help="nats per token that a loss may be above that of k = 1")
     parser.add_argument("--jobs", type=int, default=1, help="branches at a time")
+    parser.add_argument("--dry_run", action="store_true", help="say what would be run and how long it might take")
 
 
 def branch(args):
@@ -41,6 +42,9 @@ def branch(args):
     base = os.path.join(folder, "base")
     if not 0 < at < config.max_tokens:
         raise ConfigError(f"--at={args.at}: the run goes from 0 to {config.max_tokens} tokens")
+    if args.dry_run:
+        print(dry_run(args, config, factors, at, folder))
+        return 0
     args.held.enter_context(lock.only_writer(folder, ConfigError))
     if tokens_done(base) < at:
         print(f"taking the run to {log.count(at)} tokens in {base}", flush=True)
@@ -72,6 +76,37 @@ def branch(args):
     print("", table(result), "", verdict(result), sep="\n")
     print(f"\nPicture: {os.path.join(folder, 'branch.png')}    Numbers: {os.path.join(folder, 'branch.json')}")
     return 0
+
+
+def dry_run(args, config, factors, at, folder):
+    """What is missing, and how long it might take at the speed that the run had. The batch at --at is known where the run, or
+    its base, has been there."""
+    base = os.path.join(folder, "base")
+    reached = [r for d in (base, args.run) for r in steps_of(d) if r["tokens"] >= at]
+    batch = reached[0]["batch_size"] if reached else schedule.build(config, config.micro_batch_size).at(at)
+    window = window_of(args, config, factors, at, batch)
+    from_here = max(0, tokens_done(base), *(t for t in [tokens_done(args.run)] if t <= at))
+    left = {"base": max(0, at - from_here)}
+    for k in factors:
+        done = tokens_done(os.path.join(folder, f"x{short(k)}"))
+        left[f"x{short(k)}"] = max(0, window - max(0, done - at))
+    lines = [f"would take the run to {log.count(at)} tokens in {base}: {log.count(left['base'])} to go"]
+    lines += [f"would go on from there with batch {int(k * batch)} for {log.count(window)} tokens, in "
+              f"{os.path.join(folder, f'x{short(k)}')}: {log.count(left[f'x{short(k)}'])} to go" for k in factors]
+    if not reached and schedule.kind(config).measured:
+        lines.append(f"the batch there depends on what the run measures; {batch} is a guess")
+    speeds = [r["tok_per_sec"] for r in steps_of(args.run) if r.get("tok_per_sec")]
+    total = sum(left.values())
+    took = f": about {log.duration(total / np.median(speeds))} at the run's own speed" if speeds else ""
+    return "\n".join([*lines, f"{log.count(total)} tokens in all{took}, {args.jobs} at a time"])
+
+
+def steps_of(folder):
+    """The logged steps of a run; none where there is no log."""
+    try:
+        return [r for r in log.read(folder) if "train/loss" in r]
+    except OSError:
+        return []
 
 
 def window_of(args, config, factors, start, batch):

@@ -9,7 +9,7 @@ import shlex
 import configurator
 from configurator import ConfigError
 from model import GPTConfig
-from trainer import hardware, plan
+from trainer import hardware, plan, predict
 
 NAME = "sweep.json"
 GUESS = 0.4  # share of the matrix-product ceiling that an estimate presumes
@@ -119,6 +119,15 @@ def short(value):
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     return str(value).replace("%", "%25").replace("/", "%2F")
+
+
+def noise_columns(keys):
+    """(heads, line below the table) for a table with a noise scale in its rows: one column for each kind, named by its log key,
+    since two kinds are not to be held against each other."""
+    kinds = list(dict.fromkeys(key for key in keys if key))
+    heads = {key: f"noise scale: {key}" for key in kinds} or {None: "noise scale"}
+    about = [f"{key} is {predict.NOISE[key]}, in sequences." for key in kinds]
+    return heads, about
 
 
 def size(number):

@@ -101,8 +101,9 @@ class Rows:
 class Trials:
     """Trials of one command: from sweep.json, or run now and added to it."""
 
-    def __init__(self, args, name, warmup=None):
-        self.args, self.warmup = args, warmup
+    def __init__(self, args, name, speed, warmup=None):
+        """speed: the key of a row that the command goes by, and shows."""
+        self.args, self.speed, self.warmup = args, speed, warmup
         self.config = common.parse(args)
         self.device = hardware.pick_device(self.config.device)
         self.dtype = hardware.pick_dtype(self.config.dtype, self.device)
@@ -129,7 +130,7 @@ class Trials:
         found = trial.run({"config": vars(config), "accum": accum, "warmup_accum": self.warmup or accum,
                            "seconds": self.seconds, "timeout": self.timeout, "memory_limit": self.limit})
         row = self.rows.add({**what, **found, "seconds": round(time.monotonic() - start, 1)})
-        print("  " + in_words(row), flush=True)
+        print("  " + in_words(row, self.speed), flush=True)
         return row
 
     def estimate(self, sequences, trials):
@@ -150,17 +151,17 @@ def name_of(row):
             + OPTIONS[row["activation_checkpointing"]] + (", compiled" if row["compile"] else ""))
 
 
-def in_words(row):
+def in_words(row, speed):
     if row["status"] != "ok":
         return f"{name_of(row)}: {row['status']} ({row['why']})"
-    rate = log.count(row["tok_per_sec" if row["accum"] > 1 else "tok_per_sec_micro"])
-    return f"{name_of(row)}: {row['micro_step_ms']:.0f} ms a micro-step, {rate} tok/s, {common.size(row['peak'])}"
+    return (f"{name_of(row)}: {row['micro_step_ms']:.0f} ms a micro-step, {log.count(row[speed])} tok/s, "
+            f"{common.size(row['peak'])}")
 
 
 # -- memory
 
 def memory(args):
-    trials = Trials(args, "memory", warmup=2)
+    trials = Trials(args, "memory", "tok_per_sec_micro", warmup=2)
     largest = common.number(args, "max_micro_batch", 1, int)
     exactly = common.integers(args, "micro_batches") if args.micro_batches else None
     if args.dry_run:
@@ -319,7 +320,7 @@ def draw_memory(rows, result, path):
 # -- throughput
 
 def throughput(args):
-    trials = Trials(args, "throughput")
+    trials = Trials(args, "throughput", "tok_per_sec")
     keys, source = common.found_micro_batch(trials.config, args.rest, trials.settings)
     micro = keys["micro_batch_size"]
     print(f"micro-batch {micro}, {source}", flush=True)

@@ -23,6 +23,7 @@ import os
 import numpy as np
 
 import configurator
+import schedule
 from configurator import ConfigError
 from plots import style
 from sweeps import common, jobs
@@ -30,6 +31,7 @@ from trainer import batches, checkpoint, hardware, log, noise_scale
 
 KEYS = ("grad/coherence", "grad/coherence_total", "grad/norm", "grad/mean", "grad/variance", "adam/snr", "update/norm",
         "update/ratio", "train/loss")
+MOST = 0.5  # share of a run's tokens from which on steps speak for the whole run
 
 
 def arguments(parser):
@@ -67,7 +69,7 @@ def quality(args):
         raise ConfigError(f"{len(group.failed)} of {len(wanted)} runs failed, {next(iter(group.failed.values()))}")
     logs = [log.read(c.out_dir) for c in group.wanted.values()]
     rows = [average(own, micro, config.beta1) for own in logs]
-    result = result_of(rows, gains([growth(second_half(own)) for own in logs], micro), micro, gain, args)
+    result = result_of(rows, gains([growth(second_half(own)) for own in logs], micro), config, steps, gain, args)
     kept = vars(config).keys() - configurator.free_keys() - set(CHANGED)
     settings = {k: common.as_json(v) for k, v in vars(config).items() if k in kept} | keys
     checkpoint.write_json(os.path.join(folder, common.NAME), {
@@ -108,7 +110,8 @@ def average(rows, micro, beta1=0.9):
                                                            for r in late])) for k in grown}
     row["gains"] = gains([grown], micro)
     found = noise_scale.of(steps[-1])
-    row["noise_scale"] = found and dict(zip(("value", "low", "high"), found), of=noise_scale.words(steps[-1]))
+    row["noise_scale"] = found and dict(zip(("value", "low", "high"), found), of=noise_scale.words(steps[-1]),
+                                        key=noise_scale.source(steps[-1]))
     return row
 
 
@@ -140,17 +143,34 @@ def ratio(a, b):
     return float(r - 1), float(np.std(a - r * b, ddof=1) / len(a) ** 0.5 / b.mean()) if len(a) > 1 else float("nan")
 
 
-def result_of(rows, pooled, micro, least, args):
+def result_of(rows, pooled, config, steps, least, args):
     """The largest batch all of whose doublings gained at least `least`, by the steps of all runs together."""
+    micro = config.micro_batch_size
     beyond = next((batch for batch, own in pooled.items() if own["gain"] < least), None)
     meaningful = max((batch for batch in pooled if beyond is None or batch < beyond), default=micro)
-    take = {"micro_batch_size": micro, "batch_size": meaningful}
+    share = steps * meaningful * config.block_size / config.max_tokens
+    take = {"micro_batch_size": micro, **batch_to_take(config, meaningful, share)}
     sizes = ",".join(str(b) for b in (meaningful // 2, meaningful, 2 * meaningful) if b >= micro)
     options = {"batch_schedule": "constant", "micro_batch_size": micro, "batch_size": sizes, "lr_scaling": "sqrt",
                "seed": "0,1,2"}
     lines = common.what_next(take, "sweep.py runs", args, *(f"--{k}={v}" for k, v in options.items()), without=options)
     return {"take": take, "beyond": beyond, "gain": least, "gains": pooled,
-            "says": verdict(rows, pooled, meaningful, beyond, least), "next": lines}
+            "says": verdict(rows, pooled, meaningful, beyond, least) + [about_share(take, share)], "next": lines}
+
+
+def batch_to_take(config, meaningful, share):
+    """The settings that these steps can speak for: the batch to start with, unless they are most of a run."""
+    if share >= MOST:
+        return {"batch_size": meaningful}
+    start = {"batch_size_start": min(meaningful, config.batch_size)}
+    return start if "batch_size_start" in schedule.kind(config).keys else {"batch_schedule": "gns", **start}
+
+
+def about_share(take, share):
+    text = (f"These steps are the first of a run, {share:.2%} of its tokens, at one learning rate: the noise scale rises "
+            "during training, and the batch that pays with it.")
+    return text if "batch_size" in take else (
+        text + " So it is a batch to start with; batch_schedule='gns' goes on by what it measures.")
 
 
 def verdict(rows, pooled, meaningful, beyond, least):
@@ -161,23 +181,23 @@ def verdict(rows, pooled, meaningful, beyond, least):
                     f"tokens, below {least:.0%}.")
     else:
         says[0] += f" or more; every doubling that was tried gained at least {least:.0%} per step."
-    known = [r["noise_scale"]["value"] for r in rows if r["noise_scale"] and r["accum"] > 1] or [
-        r["noise_scale"]["value"] for r in rows if r["noise_scale"]]
-    if known:
+    have = [r["noise_scale"] for r in rows if r["noise_scale"] and r["accum"] > 1] or [
+        r["noise_scale"] for r in rows if r["noise_scale"]]
+    if have:
+        known = [n["value"] for n in have if n["key"] == have[-1]["key"]]
         limit = (1 / least - 1) if least else float("inf")
-        says.append(f"By the noise scale ({rows[-1]['noise_scale']['of'] if rows[-1]['noise_scale'] else 'of the runs'}), "
-                    f"{min(known):.3g} to {max(known):.3g} sequences in these runs, a doubling falls below {least:.0%} "
+        says.append(f"By the noise scale of {have[-1]['of']} ({have[-1]['key']}), {min(known):.3g} to {max(known):.3g} "
+                    f"sequences in these runs, a doubling falls below {least:.0%} "
                     f"beyond a batch of {limit * min(known):.3g} to {limit * max(known):.3g}.")
     else:
         says.append("The noise scale is undetermined in these runs: more --steps.")
-    says.append("These are the first steps of a run at one learning rate: the noise scale rises during training, and the batch "
-                "that pays with it.")
     return says
 
 
 def table(rows, pooled):
+    heads, about = common.noise_columns(r["noise_scale"] and r["noise_scale"]["key"] for r in rows)
     cells = [("batch", "coherence", "with total (noise)", "|gradient|", "mean", "variance", "gain of doubling", "adam snr",
-              "|update|", "update ratio", "noise scale")]
+              "|update|", "update ratio", *heads.values())]
     for r in rows:
         own = pooled.get(r["batch_size"])
         found = r["noise_scale"]
@@ -186,8 +206,9 @@ def table(rows, pooled):
             "-" if r["grad/coherence_total"] is None else f"{r['grad/coherence_total']:.3f} ({r['coherence_total_noise']:.3f})",
             f"{r['grad/norm']:.3g}", f"{r['grad/mean']:.1e}", f"{r['grad/variance']:.2e}",
             "-" if own is None else f"{own['gain']:.0%} +- {own['se']:.0%}", f"{r['adam/snr']:.3f}", f"{r['update/norm']:.3g}",
-            f"{r['update/ratio']:.2e}", "undetermined" if not found else "{value:.3g} [{low:.3g}, {high:.3g}]".format(**found)))
-    return style.table(cells) + "\n"
+            f"{r['update/ratio']:.2e}", *("undetermined" if not found else "{value:.3g} [{low:.3g}, {high:.3g}]".format(**found)
+                                          if found["key"] == key else "-" for key in heads)))
+    return "\n".join([style.table(cells), *about, ""])
 
 
 def draw(rows, result, path):

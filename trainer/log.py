@@ -1,6 +1,6 @@
 """
 The log of a run: log.jsonl (the truth, one object per line), a readable line and a progress bar in the terminal, and,
-if asked for, wandb with the same keys. An undetermined value is null in the file and left out of wandb.
+if asked for, wandb (wandb_log.py). An undetermined value is null in the file.
 """
 
 import contextlib
@@ -72,7 +72,10 @@ class RunLog:
         self.news = self.reopen(resume_step, known) if known else None  # what is lost of the file, in words
         self.file = open(self.path, "ab" if known else "wb")
         self.bar = sys.stdout.isatty()
-        self.wandb = start_wandb(config, wandb_id) if config.wandb_log else None
+        self.wandb = None
+        if config.wandb_log:
+            from trainer import wandb_log
+            self.wandb = wandb_log.WandbLog(config, wandb_id, read(config.out_dir))
 
     def reopen(self, step, known):
         """Go back to the rows that the checkpoint knows: the resumed run writes the later ones again. A file that does not
@@ -109,7 +112,7 @@ class RunLog:
             raise OSError(e.errno, e.strerror, self.path) from None
         self.size, self.crc = self.size + len(line), zlib.crc32(line, self.crc)
         if self.wandb:
-            self.wandb.log({k: v for k, v in row.items() if v is not None})
+            self.wandb.write(row)
 
     def state(self):
         """Size and checksum of the file, which is on the disk then."""
@@ -134,8 +137,11 @@ class RunLog:
         self.file.close()
         if self.bar:
             say("\r\033[K", end="")
+
+    def publish(self, words=""):
+        """The end, for wandb; words: what the run said there, none where it will go on."""
         if self.wandb:
-            self.wandb.finish()
+            self.wandb.close(words)
 
 
 class NoLog:
@@ -145,44 +151,7 @@ class NoLog:
     def nothing(self, *_):
         pass
 
-    write = say = event = progress = close = nothing
-
-
-def start_wandb(config, run_id):
-    """A wandb run that never asks and never blocks: offline where there is no key or the server does not answer."""
-    import wandb  # slow to import, so only when used
-    settings = dict(silent=True, init_timeout=10)
-    options = dict(project=config.wandb_project, id=run_id, resume="allow", dir=config.out_dir, config=vars(config),
-                   name=config.wandb_run_name or os.path.basename(os.path.normpath(config.out_dir)))
-    mode = os.environ.get("WANDB_MODE") or ("online" if wandb_key() else "offline")
-    why = "asked for" if os.environ.get("WANDB_MODE") else "no key"
-    try:
-        run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
-    except Exception as e:
-        why, mode = (str(e) or type(e).__name__).splitlines()[0], "offline"
-        try:
-            run = wandb.init(mode=mode, settings=wandb.Settings(**settings), **options)
-        except Exception as e:
-            words = (str(e) or type(e).__name__).splitlines()[0]
-            raise ConfigError(f"wandb_project={config.wandb_project!r}: wandb does not start: {words}; another name, or "
-                              "--wandb_log=False") from None
-    if mode == "offline":
-        say(f"wandb: offline ({why}): the run is in {run.dir.removesuffix('/files')}; send it later with wandb sync")
-    run.define_metric("tokens")
-    run.define_metric("*", step_metric="tokens")
-    return run
-
-
-def wandb_key():
-    """Whether wandb could log in without asking."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    import netrc
-    host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0].split(":")[0]
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False
+    write = say = event = progress = close = publish = nothing
 
 
 def count(n):

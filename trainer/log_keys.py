@@ -91,6 +91,39 @@ KEYS = [  # key, unit, meaning, section
 ]
 
 
+# In wandb the part before the first slash is a section. What is not named here is under detail/ with its own name
+WANDB = {
+    "step": None,  # wandb's own x-axis
+    "tokens": "tokens",
+    "examples": "train/sequences",
+    "train/loss": "train/loss",
+    "lr": "train/lr",
+    "beta2": "train/beta2",
+    "weight_decay": "train/weight_decay",
+    "grad/norm": "train/grad_norm",
+    "bad_steps": "train/bad_steps",
+    "event": "train/event",
+    "val/loss": "val/loss",
+    "val/ppl": "val/perplexity",
+    "batch_size": "batch/sequences",
+    "accum": "batch/accumulation",
+    "seconds": "step_time/seconds",
+    "dt_ms": "step_time/step_ms",
+    "tok_per_sec": "step_time/tokens_per_second",
+    "mfu": "step_time/mfu",
+    "step_time/fixed_ms": "step_time/fixed_ms",
+    "step_time/per_sequence_ms": "step_time/per_sequence_ms",
+    "gns": "gns/noise_scale",
+    "gns_low": "gns/noise_scale_low",
+    "gns_high": "gns/noise_scale_high",
+}
+
+
+def in_wandb(key):
+    """The name of a key of the log in wandb; None where wandb has it by itself."""
+    return WANDB.get(key, f"detail/{key}")
+
+
 def pattern(key):
     """The regular expression of a key with placeholders; each is a named group."""
     either = {"group": "|".join(GROUPS).replace("{i}", r"\d+"), "end": "|".join(ENDS), "part": "|".join(PARTS), "k": r"\d+"}

@@ -19,8 +19,8 @@ import numpy as np
 
 import gns
 from configurator import ConfigError
-from plots.compare import curve, reach
 from trainer import log
+from trainer.curves import curve, reach
 from trainer.noise_scale import source
 
 TUNED = "Assumes a learning rate tuned for each batch size."

@@ -1,0 +1,236 @@
+"""
+A run in wandb, beside log.jsonl, which stays the truth: its rows under names that wandb sorts into sections (log_keys.py), its
+settings and where it ran, a summary, and at the end its picture and closing words.
+
+    python train.py --wandb_log=True
+    python -m trainer.wandb_log out/run       # a run that was made without it, or was killed: sends what wandb does not have
+
+It never asks and never waits long: offline where wandb has no key or its server does not answer.
+
+Every step is sent once, and whole: rows are collected until the next step begins. After a kill wandb may lack the newest rows,
+or have rows that the resumed run will write again. Online its server says where it stands: earlier rows are left out, missing
+ones are sent from log.jsonl. Offline everything is sent from log.jsonl to a new folder, which replaces the older ones of the
+run: wandb writes its offline file in large pieces, so that a killed one may hold nothing, and wandb sync stumbles over it.
+"""
+
+import contextlib
+import glob
+import html
+import json
+import os
+import shlex
+import shutil
+import sys
+
+import schedule
+from configurator import ConfigError
+from trainer import checkpoint, lock, log, log_keys, noise_scale, predict
+
+PROJECT = "rightbatch"
+INIT_TIMEOUT = 10  # seconds to wait for the server before the run goes offline
+FINISH_TIMEOUT = 120  # seconds to wait for the last upload; the rest stays in wandb's folder
+
+
+class WandbLog:
+    def __init__(self, config, run_id=None, rows=()):
+        """rows: of log.jsonl so far."""
+        self.config = config
+        self.run, self.offline = start(config, run_id)
+        self.id, self.sent = self.run.id, self.run.starting_step - 1  # the newest step that the server has
+        self.step, self.values = None, {}
+        for row in rows:
+            self.write(row)
+        replace_offline(self.run)
+
+    def write(self, row):
+        if row["step"] != self.step:
+            self.send()
+            self.step = row["step"]
+        self.values |= values_of(row, self.config.block_size)
+
+    def send(self):
+        """The collected rows, if wandb does not have their step."""
+        if self.values and self.step > self.sent:
+            self.run.log(self.values, step=self.step, commit=True)
+            self.sent = self.step
+        self.values = {}
+
+    def close(self, words=""):
+        """words: what the run said at its end; none where it will go on."""
+        if words:
+            self.values |= media(self.config, words)
+        self.send()
+        self.run.summary.update(summary(self.config.out_dir))
+        self.run.finish()
+        if self.offline:
+            log.say(f"wandb: offline; to send the run: {sync_command(self.run)}")
+
+
+# -- starting
+
+
+def start(config, run_id):
+    """(wandb's run, whether it is offline)."""
+    import wandb  # slow to import, so only when used
+    mode, why = where_to(wandb)
+    options = dict(project=config.wandb_project or os.environ.get("WANDB_PROJECT") or PROJECT, id=run_id, resume="allow",
+                   name=config.wandb_run_name or os.environ.get("WANDB_NAME")
+                   or os.path.basename(os.path.normpath(config.out_dir)),
+                   entity=config.wandb_entity or None, group=config.wandb_group or None, notes=config.wandb_notes or None,
+                   job_type=config.wandb_job_type or None, dir=config.out_dir, config=settings_and_facts(config),
+                   tags=[tag.strip() for tag in config.wandb_tags.split(",") if tag.strip()] or None,
+                   settings=wandb.Settings(silent=True, init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT))
+    try:
+        run = wandb.init(mode=mode, **options)
+    except Exception as e:
+        mode, why = "offline", first_line(e)
+        try:
+            run = wandb.init(mode=mode, **options)
+        except Exception as e:
+            raise ConfigError(f"wandb_project={options['project']!r}: wandb does not start: {first_line(e)}; another name, or "
+                              "--wandb_log=False") from None
+    if mode == "offline":
+        log.say(f"wandb: offline ({why}); to send the run: {sync_command(run)}")
+    elif run.url:
+        log.say(f"wandb: {run.url}")
+    run.define_metric("tokens")
+    for section in ("train", "val", "batch", "gns", "step_time"):
+        run.define_metric(f"{section}/*", step_metric="tokens")
+    run.define_metric("detail/*", step_metric="tokens", summary="none")  # or they would fill the table of runs
+    return run, mode == "offline"
+
+
+def where_to(wandb):
+    """(mode, why): what the user asked wandb for, else online if wandb itself finds a key. It is not asked to use the key."""
+    asked = wandb.setup(settings=wandb.Settings(silent=True)).settings.mode  # WANDB_MODE, or what `wandb offline` wrote
+    if asked != "online":
+        return asked, "asked for"
+    try:
+        return ("online", "") if wandb.login(prompt=False, verify=False) else ("offline", "no key; wandb login stores one")
+    except Exception as e:  # a key that cannot be one
+        return "offline", first_line(e)
+
+
+def first_line(error):
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def replace_offline(run):
+    """Remove older offline folders of the same run: all that they hold has been sent again."""
+    own = os.path.realpath(folder_of(run))
+    for old in glob.glob(os.path.join(glob.escape(os.path.dirname(own)), f"offline-run-*-{glob.escape(run.id)}")):
+        if os.path.realpath(old) != own:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+def folder_of(run):
+    return os.path.dirname(os.path.normpath(run.dir))
+
+
+def sync_command(run):
+    """To be typed where the user is."""
+    tool = "wandb" if shutil.which("wandb") else f"{shlex.quote(sys.executable)} -m wandb"
+    near = os.path.relpath(folder_of(run))
+    return f"{tool} sync {shlex.quote(folder_of(run) if near.startswith('..') else near)}"
+
+
+# -- what is sent
+
+
+def values_of(row, block_size):
+    """A row under wandb's names; what is undetermined is left out."""
+    found = {name: value for key, value in row.items() if value is not None and (name := log_keys.in_wandb(key))}
+    return found | ({"batch/tokens": row["batch_size"] * block_size} if row.get("batch_size") else {})
+
+
+def settings_and_facts(config):
+    """The run's settings, with what `auto` became, and the rest of config.json: parameters, commit, versions, data."""
+    try:
+        with open(os.path.join(config.out_dir, "config.json"), encoding="utf-8") as f:
+            facts = {k: v for k, v in json.load(f).items() if k != "config"}
+    except (OSError, ValueError):
+        facts = {}
+    sizes = schedule.kind(config).sizes(config) or [config.batch_size]
+    ends = dict.fromkeys((min(sizes), max(sizes)))
+    span, tokens = " to ".join(map(str, ends)), " to ".join(log.count(b * config.block_size) for b in ends)
+    return {**vars(config), **facts, "schedule": {
+        "batch": f"{config.batch_schedule}: {span} sequences, {tokens} tokens",
+        "learning_rate": f"{config.lr_decay}: {config.learning_rate:g} to {config.min_lr:g}, warm-up of "
+                         f"{log.count(config.warmup_tokens)} tokens",
+        "tokens": config.max_tokens}}
+
+
+def summary(out_dir):
+    """The numbers of a run that its line in a table of runs should have."""
+    rows = log.read(out_dir)
+    steps, losses = [r for r in rows if "train/loss" in r], [r["val/loss"] for r in rows if r.get("val/loss") is not None]
+    found = {"val_loss_best": min(losses), "val_loss_final": losses[-1]} if losses else {}
+    if steps:
+        found |= {"steps": steps[-1]["step"], "tokens": steps[-1]["tokens"], "hours": steps[-1]["seconds"] / 3600}
+    known = next((r for r in reversed(steps) if noise_scale.of(r)), None)
+    if known:
+        found |= predict.spell("noise_scale", noise_scale.of(known)) | {"noise_scale_of": noise_scale.words(known)}
+    with contextlib.suppress(ConfigError):
+        right = predict.of_run(out_dir)[0]["right_batch"]
+        found |= {"right_batch_for_tokens": right["tokens"]}
+        if right["time"]:
+            found |= predict.spell("right_batch_for_time", [right["time" + end] for end in ("", "_low", "_high")])
+    return found
+
+
+def media(config, words):
+    """The run's picture, its closing words, and two charts: noise scale and batch over tokens, predicted time against batch."""
+    import wandb
+    picture = os.path.join(config.out_dir, "report.png")
+    found = {"report/closing_words": wandb.Html(f"<pre>{html.escape(words.strip())}</pre>", inject=False)}
+    if os.path.exists(picture):
+        found["report/picture"] = wandb.Image(picture)
+    steps = [r for r in log.read(config.out_dir) if "train/loss" in r and noise_scale.of(r)]
+    if steps:
+        lines = [*zip(*(noise_scale.of(r) for r in steps)), [r["batch_size"] for r in steps]]
+        found["report/noise_scale_and_batch"] = wandb.plot.line_series(
+            xs=[r["tokens"] for r in steps], ys=[list(line) for line in lines], xname="tokens",
+            keys=["noise scale", "95% interval, low", "95% interval, high", "batch"], title="Noise scale and batch (sequences)")
+    with contextlib.suppress(ConfigError):
+        rows = [row for row in predict.of_run(config.out_dir)[0]["rows"] if row["seconds"] is not None]
+        if rows:
+            found["report/predicted_time"] = wandb.plot.line_series(
+                xs=[row["batch"] for row in rows], ys=[[row[key] for row in rows] for key in ("seconds", "seconds_low",
+                                                                                              "seconds_high")],
+                keys=["predicted", "95% interval, low", "95% interval, high"], xname="batch (sequences)",
+                title="Seconds to the same loss")
+    return found
+
+
+# -- sending a run afterwards
+
+
+def known_id(out_dir):
+    """wandb's name of a run: from its checkpoint, or from wandb's folders there."""
+    if checkpoint.saved_in(out_dir) and (saved := checkpoint.load(out_dir, mmap=True)["state"].get("wandb_id")):
+        return saved
+    folders = sorted(glob.glob(os.path.join(glob.escape(out_dir), "wandb", "*run-*-*")), key=os.path.getmtime)
+    return os.path.basename(folders[-1]).split("-", 3)[-1] if folders else None
+
+
+def main(argv=None):
+    from sweeps.jobs import read_config
+    from trainer import summary as closing
+    argv = sys.argv[1:] if argv is None else argv
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print(__doc__.strip())
+        return 0 if argv in (["-h"], ["--help"]) else 2
+    config = read_config(argv[0])
+    config.out_dir = argv[0]
+    with lock.only_writer(argv[0], ConfigError):
+        rows = log.read(argv[0])
+        WandbLog(config, known_id(argv[0]), rows).close(closing.closing(config))
+    return 0
+
+
+if __name__ == "__main__":
+    from configurator import die, explain
+    try:
+        sys.exit(main())
+    except (ConfigError, OSError) as e:
+        die(explain(e) or e)
