@@ -18,10 +18,10 @@ import numpy as np
 
 import schedule
 from configurator import ConfigError
-from plots import compare, style
+from plots import style
 from sweeps.common import short
 from sweeps.jobs import Devices, read_config, run_all, run_training, tokens_done
-from trainer import checkpoint, lock, log, noise_scale
+from trainer import checkpoint, curves, lock, log, noise_scale
 
 
 def arguments(parser):
@@ -225,8 +225,8 @@ def draw(result, rows, path):
     figure, (loss_ax, batch_ax) = style.pyplot().subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     for color, (k, branch_rows) in zip(style.COLORS * 9, rows.items()):
         tokens, loss = (np.array(v, dtype=float) for v in style.series(branch_rows, "train/loss"))
-        smooth = compare.smoothed_loss(tokens - result["at"], loss, result["window"] / 10)
-        loss_ax.plot(tokens, smooth, color=color, label=f"k = {k:g}")
+        smooth = curves.smoothed_loss(tokens - result["at"], loss, result["window"] / 10)
+        style.line(loss_ax, tokens, smooth, color=color, label=f"k = {k:g}")
     loss_ax.set_title("Training loss of the branches, smoothed")
     loss_ax.set_xlabel("tokens")
     style.counts(loss_ax.xaxis)

@@ -22,26 +22,23 @@ from configurator import ConfigError
 from plots import compare, style
 from plots.compare import cell
 from sweeps import common, jobs
-from trainer import batches, checkpoint, hardware, log, noise_scale
+from trainer import batches, checkpoint, curves, hardware, log, noise_scale, tradeoff
 
-UNSPLIT = ("cos_attn", "spectral_qkv", "batch_steps")  # a comma belongs to the value
-NO_LIST = ("out_dir", "resume", "branch_from", "device", "wandb_project", "wandb_run_name")
+UNSPLIT = ("cos_attn", "spectral_qkv", "batch_steps", "wandb_tags", "wandb_notes")  # a comma belongs to the value
+NO_LIST = ("out_dir", "resume", "branch_from", "device", "wandb_project", "wandb_run_name", "wandb_entity", "wandb_group",
+           "wandb_job_type")
 
 
 def arguments(parser):
     common.arguments(parser)
     jobs.arguments(parser)
-    parser.add_argument("--wandb_group", help="log all runs to wandb, in this group")
 
 
 def runs(args):
-    base, wanted, swept = grid(args.config, args.rest, wandb=bool(args.wandb_group))
+    base, wanted, swept = grid(args.config, args.rest)
     batches.Dataset(base.dataset, base.block_size)  # fails here rather than in every run
     folder = os.path.join(base.out_dir, "sweep", "runs")
-    if args.wandb_group and args.in_process:
-        raise ConfigError("--wandb_group and --in_process: a group needs a process for each run; leave out --in_process")
-    env = {"WANDB_RUN_GROUP": args.wandb_group} if args.wandb_group else None
-    group = jobs.Group(wanted, folder, common.number(args, "jobs", 1, int), not args.in_process, env)
+    group = jobs.Group(wanted, folder, common.number(args, "jobs", 1, int), not args.in_process)
     if args.dry_run:
         print(dry_run(group, base, swept))
         return 0
@@ -60,7 +57,8 @@ def runs(args):
     if result:
         picture, line = common.where(folder)
         draw({name: group.wanted[name] for r in result["rows"] for name in r["runs"]}, result, swept, picture)
-        print("\n" + table(result, swept), *result["result"]["says"], line, "", *result["result"]["next"], sep="\n")
+        print("\n" + table(result, swept), *result["result"]["says"], *words_of(result["tradeoff"]), line, "",
+              *result["result"]["next"], sep="\n")
     for name, why in group.failed.items():
         print(f"failed: {name}: {why}")
     if group.failed:
@@ -68,7 +66,7 @@ def runs(args):
     return 1 if group.failed else 0
 
 
-def grid(config_file, rest, wandb=False):
+def grid(config_file, rest):
     """(config of what is not swept, {run name: Config}, {swept key: values}), all checked."""
     choices = {}
     for arg in rest:
@@ -90,7 +88,7 @@ def grid(config_file, rest, wandb=False):
         config = configurator.parse([*files, *options])
         if config.lr_scaling != "none" and not config.lr_reference_batch:
             config = dataclasses.replace(config, lr_reference_batch=own_batch)
-        config = dataclasses.replace(config, wandb_log=config.wandb_log or wandb)
+        config = dataclasses.replace(config, wandb_log=config.wandb_log or bool(config.wandb_group))
         for key in swept:
             if getattr(config, key) not in values[key]:
                 values[key].append(getattr(config, key))
@@ -131,17 +129,55 @@ def result_of(finished, swept, base, args):
         config = members[0][1]
         rows.append({**dict(key), "runs": [name for name, _ in members], "seeds": [c.seed for _, c in members],
                      "batch_size": config.batch_size, "lr": rate_at_end(config),
-                     **{k: compare.spread([f[k] for f in found]) for k in found[0]}})
+                     **{k: compare.spread([f[k] for f in found]) for k in found[0] if k != "noise_scale_key"},
+                     "noise_scale_key": one_of([f["noise_scale_key"] for f in found])})
     rows.sort(key=lambda r: tuple((str(type(r[k])), r[k]) for k in swept if k != "seed"))
     known = [r for r in rows if r["val_loss"]]
     if not known:
-        return {"rows": rows, "result": {"take": None, "says": ["No run has a finite validation loss."], "next": []}}
+        return {"rows": rows, "tradeoff": None,
+                "result": {"take": None, "says": ["No run has a finite validation loss."], "next": []}}
     best = min(known, key=lambda r: r["val_loss"]["mean"])
     take = {k: best[k] for k in swept if k != "seed"}
     if base.lr_scaling != "none":
         take["lr_reference_batch"] = base.lr_reference_batch
     lines = common.what_next({}, "train.py", args, *(f"--{k}={v}" for k, v in take.items()), without=(*take, "seed"))
-    return {"rows": rows, "result": {"take": take, "says": verdict(known, best, swept, base), "next": lines}}
+    return {"rows": rows, "tradeoff": tradeoff_of(known, finished, swept, base),
+            "result": {"take": take, "says": verdict(known, best, swept, base), "next": lines}}
+
+
+def tradeoff_of(rows, finished, swept, base):
+    """The curve through tokens and steps over batch sizes, each at the best of its other settings, to the lowest loss that all
+    of these reached. None where the batch was not swept."""
+    if "batch_size" not in swept:
+        return None
+    others = [k for k in swept if k not in ("batch_size", "seed") and configurator.FIELDS[k].metadata["change"] == "fixed"]
+    if base.batch_schedule != "constant" or "batch_schedule" in swept:
+        return {"refused": "a curve takes runs of constant batches, --batch_schedule=constant", "predictions": []}
+    if others:
+        return {"refused": f"the runs differ in more than how they were trained ({', '.join(others)})", "predictions": []}
+    best = {}
+    for row in sorted(rows, key=lambda r: r["val_loss"]["mean"], reverse=True):
+        best[row["batch_size"]] = row
+    names = [name for row in best.values() for name in row["runs"]]
+    logs = {name: log.read(finished[name].out_dir) for name in names}
+    source = loss_source(logs.values())
+    ways = {name: curves.curve(own, source) for name, own in logs.items()}
+    loss = float(max(way["loss"].min() for way in ways.values()))
+    reached = [(finished[name].out_dir, curves.reach(way, loss)) for name, way in ways.items()]
+    found = tradeoff.of_runs([(folder, at["steps"], at["tokens"]) for folder, at in reached if at], base.block_size)
+    return {**found, "loss": loss, "source": source}
+
+
+def loss_source(logs):
+    """"val" where each log has evaluations enough for a curve, else "train"."""
+    return "val" if min(sum(r.get("val/loss") is not None for r in own) for own in logs) >= 4 else "train"
+
+
+def words_of(found):
+    if found is None:
+        return []
+    kind = {"val": "validation", "train": "smoothed training", None: ""}[found.get("source")]
+    return tradeoff.words(found, f"a {kind} loss of {found.get('loss', 0):.4f}")
 
 
 def verdict(known, best, swept, base):
@@ -158,6 +194,11 @@ def verdict(known, best, swept, base):
     return says
 
 
+def one_of(keys):
+    """What all have, or None."""
+    return keys[0] if len(set(keys)) == 1 else None
+
+
 def rate_at_end(config):
     """The peak learning rate at the last batch."""
     return config.learning_rate * schedule.coupled(config.batch_size, config)[0]
@@ -168,9 +209,10 @@ def final_values(rows):
     val = [] if log.died(rows) else [r["val/loss"] for r in rows if r.get("val/loss") is not None]
     late = [r["train/loss"] for r in steps[-max(1, len(steps) // 10):] if r["train/loss"] is not None]
     found = noise_scale.of(steps[-1])
+    key = noise_scale.source(steps[-1]) if found else None
     return {"val_loss": val[-1] if val else None, "train_loss": float(np.mean(late)) if late and val else None,
             "tokens": steps[-1]["tokens"], "steps": steps[-1]["step"], "seconds": steps[-1]["seconds"],
-            "noise_scale": found and found[0]}
+            "noise_scale": found and found[0], "noise_scale_key": key}
 
 
 def label(row, swept):
@@ -180,38 +222,56 @@ def label(row, swept):
 def table(result, swept):
     keys = [k for k in swept if k != "seed"]
     rate = ["learning rate"] if "learning_rate" not in keys else []
-    cells = [(*keys, *rate, "runs", "validation loss", "train, last tenth", "tokens", "steps", "seconds", "noise scale")]
+    heads, about = common.noise_columns(r["noise_scale_key"] for r in result["rows"])
+    cells = [(*keys, *rate, "runs", "validation loss", "train, last tenth", "tokens", "steps", "seconds", *heads.values())]
     for r in result["rows"]:
         cells.append((*(common.short(r[k]) for k in keys), *(f"{r['lr']:.3g}" for _ in rate),
                       str(len(r["runs"])), cell(r["val_loss"], "{:.4f}".format, "not finite"),
                       cell(r["train_loss"], "{:.4f}".format), cell(r["tokens"], log.count), cell(r["steps"], log.count),
-                      cell(r["seconds"], "{:.0f}".format), cell(r["noise_scale"], "{:.3g}".format)))
-    return style.table(cells) + "\n"
+                      cell(r["seconds"], "{:.0f}".format),
+                      *(cell(r["noise_scale"] if r["noise_scale_key"] == key else None, "{:.3g}".format) for key in heads)))
+    return "\n".join([style.table(cells), *about, ""])
 
 
 def draw(finished, result, swept, path):
-    """Loss over tokens, steps and seconds, one colour for each row; final loss against the batch, or the first key swept."""
-    figure, axes = style.pyplot().subplots(2, 2, figsize=(11, 8.2), layout="constrained")
+    """Loss over tokens, steps and seconds, one colour for each row; final loss against the batch, or the first key swept; where
+    the batch was swept, tokens against steps."""
+    found = result["tradeoff"] if (result["tradeoff"] or {}).get("points") else None
+    figure, axes = style.pyplot().subplots(2, 3 if found else 2, figsize=(16 if found else 11, 8.2), layout="constrained")
     draw_curves(axes.flat[:3], finished, result["rows"], swept)
     draw_ends(axes.flat[3], [row for row in result["rows"] if row["val_loss"]], [k for k in swept if k != "seed"])
+    if found:
+        draw_tradeoff(axes.flat[4], found)
+        axes.flat[5].remove()
     style.save(figure, path)
+
+
+def draw_tradeoff(ax, found):
+    for steps, examples in found["points"]:
+        ax.plot(steps, examples * found["block"], "o", color=style.COLORS[0])
+        ax.annotate(f"{examples / steps:.3g}", (steps, examples * found["block"]), xytext=(6, 5), textcoords="offset points")
+    compare.draw_tradeoff(ax, found)
+    ax.set_title(f"What a loss of {found['loss']:.3f} takes, by batch")
+    ax.set_xlabel("optimizer steps")
+    ax.set_ylabel("tokens")
 
 
 def draw_curves(axes, finished, rows, swept):
     logs = {name: log.read(config.out_dir) for name, config in finished.items()}
-    source = "val" if min(sum(r.get("val/loss") is not None for r in own) for own in logs.values()) >= 4 else "train"
+    source = loss_source(logs.values())
     shades = style.pyplot().get_cmap("viridis")
     tops, lows = [], []
     for i, row in enumerate(rows):
         color = style.COLORS[i] if len(rows) <= len(style.COLORS) else shades(0.95 * i / len(rows))
         for j, name in enumerate(row["runs"]):
-            curve = compare.curve(logs[name], source)
+            curve = curves.curve(logs[name], source)
             tops.append(curve["loss"][max(1, len(curve["loss"]) // 10):].max(initial=0))
             lows.append(curve["loss"].min())
-            for ax, measure in zip(axes, compare.MEASURES):
-                ax.plot(curve[measure], curve["loss"], color=color, lw=1.4, alpha=0.85, label=None if j else label(row, swept))
+            for ax, measure in zip(axes, curves.MEASURES):
+                style.line(ax, curve[measure], curve["loss"], color=color, lw=1.4, alpha=0.85,
+                           label=None if j else label(row, swept))
     what, room = "Validation loss" if source == "val" else "Training loss, smoothed", 0.05 * (max(tops) - min(lows))
-    for ax, measure in zip(axes, compare.MEASURES):
+    for ax, measure in zip(axes, curves.MEASURES):
         ax.set_title(f"{what} over {measure}")
         ax.set_xlabel(measure)
         ax.set_ylim(min(lows) - room, max(tops) + room)

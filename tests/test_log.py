@@ -1,61 +1,9 @@
-import glob
 import json
-import os
-import struct
 
 import pytest
 
 import train
-from tests.conftest import run_script
 from trainer import log
-
-
-def read_wandb(path):
-    """The history of an offline run, with wandb's own record format: LevelDB log framing behind a 7-byte header."""
-    from wandb.proto import wandb_internal_pb2
-    data = open(path, "rb").read()
-    position, joined, history = 7, b"", []
-    while position + 7 <= len(data):
-        room = 32768 - position % 32768
-        if room < 7:
-            position += room
-            continue
-        _, length, kind = struct.unpack("<IHB", data[position:position + 7])
-        joined += data[position + 7:position + 7 + length]
-        position += 7 + length
-        if kind in (1, 4):  # whole, or last part
-            record = wandb_internal_pb2.Record()
-            record.ParseFromString(joined)
-            joined = b""
-            if record.HasField("history"):
-                history.append({(i.key or "/".join(i.nested_key)): json.loads(i.value_json) for i in record.history.item})
-    return history
-
-
-def test_wandb_without_a_key_goes_offline_says_so_and_holds_the_whole_history(tmp_path, tiny_args):
-    out = tmp_path / "run"
-    env = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "NETRC": str(tmp_path / "none")}
-    result = run_script(*tiny_args(out_dir=out, wandb_log=True, max_tokens=1600), env=env)
-    assert result.returncode == 0, result.stderr
-    said = [line for line in result.stdout.splitlines() if line.startswith("wandb:")]
-    assert len(said) == 1 and "offline" in said[0]
-    files = glob.glob(str(out / "wandb" / "offline-run-*" / "run-*.wandb"))
-    assert len(files) == 1
-    history = [{k: v for k, v in h.items() if not k.startswith("_")} for h in read_wandb(files[0])]
-    rows = [{k: v for k, v in r.items() if v is not None} for r in log.read(out)]
-    assert len(rows) > 5 and history == rows
-
-
-def test_wandb_uses_a_key_only_where_there_is_one(tmp_path, monkeypatch):
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert not log.wandb_key()
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    os.chmod(tmp_path / "netrc", 0o600)
-    assert log.wandb_key()
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("WANDB_API_KEY", "x")
-    assert log.wandb_key()
 
 
 def test_every_line_is_json_also_for_values_that_are_not_finite(tmp_path, tiny_args):

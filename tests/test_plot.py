@@ -6,7 +6,7 @@ import pytest
 
 import plot
 from plots import compare, layers, report, style
-from trainer import log
+from trainer import curves, log
 
 
 def write_run(folder, n=20, **extra):
@@ -116,16 +116,16 @@ def test_reaching_a_loss_is_interpolated_and_the_first_time_counts():
     import numpy as np
     run = {"tokens": np.array([0.0, 100, 200, 300]), "steps": np.array([0.0, 10, 15, 20]),
            "seconds": np.array([0.0, 1, 2, 3]), "loss": np.array([5.0, 4.0, 4.5, 3.5])}
-    assert compare.reach(run, 4.5) == {"tokens": 50.0, "steps": 5.0, "seconds": 0.5}
-    assert compare.reach(run, 4.0)["tokens"] == 100.0 and compare.reach(run, 3.75)["tokens"] == 275.0
-    assert compare.reach(run, 6.0)["tokens"] == 0.0 and compare.reach(run, 3.0) is None
+    assert curves.reach(run, 4.5) == {"tokens": 50.0, "steps": 5.0, "seconds": 0.5}
+    assert curves.reach(run, 4.0)["tokens"] == 100.0 and curves.reach(run, 3.75)["tokens"] == 275.0
+    assert curves.reach(run, 6.0)["tokens"] == 0.0 and curves.reach(run, 3.0) is None
 
 
 def test_smoothing_keeps_a_constant_and_follows_tokens_not_rows():
     import numpy as np
     tokens = np.array([10.0, 20, 60])
-    assert compare.smoothed_loss(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
-    a = compare.smoothed_loss(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
+    assert curves.smoothed_loss(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
+    a = curves.smoothed_loss(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
     assert a[-1] == pytest.approx(1 - 2.0**-5, rel=0.01), "five half-lives after the jump"
 
 

@@ -41,9 +41,10 @@ def test_every_combination_is_a_run_and_the_learning_rate_follows_the_batch():
         4e-3 * schedule.coupled(64, wanted["batch_size64-seed1"])[0])
     _, wanted, _ = grid.grid(None, [*rest, "--lr_reference_batch=16"])
     assert grid.rate_at_end(wanted["batch_size64-seed0"]) == pytest.approx(8e-3)
-    _, wanted, _ = grid.grid(None, rest, wandb=True)
-    assert all(c.wandb_log for c in wanted.values())
-    assert jobs.Group(wanted, "out", env={"WANDB_RUN_GROUP": "mine"}).env["WANDB_RUN_GROUP"] == "mine"
+    assert not any(c.wandb_log for c in wanted.values())
+    _, wanted, swept = grid.grid(None, [*rest, "--wandb_group=mine", "--wandb_tags=a,b"])
+    assert all(c.wandb_log and c.wandb_group == "mine" and c.wandb_tags == "a,b" for c in wanted.values())
+    assert set(swept) == {"batch_size", "seed"}
 
 
 def test_a_grid_runs_skips_what_is_done_goes_on_after_a_stop_and_reports(tmp_path, tiny_args, monkeypatch, capsys):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 
@@ -6,7 +7,7 @@ import pytest
 
 import sweep
 import train
-from configurator import ConfigError
+from configurator import Config, ConfigError
 from sweeps import quality
 from trainer import lock, log
 
@@ -44,8 +45,14 @@ def test_the_gain_of_a_doubling_is_what_the_noise_scale_says_and_decides(scale, 
     pooled = quality.gains([quality.growth(quality.second_half(own)) for own in logs], 4)
     assert list(pooled) == [8, 16, 32, 64]
     assert all(own["gain"] == pytest.approx(scale / (B + scale)) for B, own in pooled.items())
-    result = quality.result_of(rows, pooled, 4, 0.2, ARGS)
-    assert (result["take"]["batch_size"], result["beyond"]) == (meaningful, beyond)
+    config = Config(micro_batch_size=4, batch_size=64, block_size=1, max_tokens=100 * meaningful)
+    assert quality.result_of(rows, pooled, config, 50, 0.2, ARGS)["take"]["batch_size"] == meaningful, "half of a run"
+    result = quality.result_of(rows, pooled, config, 24, 0.2, ARGS)
+    assert result["take"] == {"micro_batch_size": 4, "batch_size_start": meaningful} and result["beyond"] == beyond
+    assert "24.00% of its tokens" in result["says"][-1] and "a batch to start with" in result["says"][-1]
+    config = dataclasses.replace(config, batch_schedule="constant", batch_size=8)
+    start = quality.result_of(rows, pooled, config, 24, 0.2, ARGS)["take"]
+    assert start == {"micro_batch_size": 4, "batch_schedule": "gns", "batch_size_start": min(meaningful, 8)}
     assert meaningful <= max(4, 4 * scale) and (beyond is None or beyond > 4 * scale)
     assert f"{meaningful} sequences" in result["says"][0]
     assert f"beyond a batch of {4 * scale:.3g}" in result["says"][1]

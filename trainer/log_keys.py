@@ -138,16 +138,27 @@ def rows_of(key):
 def page():
     """docs/log_keys.md"""
     text = ["# Log keys", "",
-            "`log.jsonl` in the run folder has one JSON object per line. wandb gets the same keys.",
-            "This page is written from `trainer/log_keys.py` by `python results/render.py`.", "",
+            "`log.jsonl` in the run folder has one JSON object per line. [wandb](wandb.md) gets the same values, under names",
+            "that it sorts into sections. This page is written from `trainer/log_keys.py` by `python results/render.py`.", "",
             "`{group}`, `{end}`, `{part}`, `{i}` and `{k}` stand for the names and numbers in the tables at the end."]
     for section, about in SECTIONS.items():
-        text += ["", f"## {section}", "", about, "", "| key | unit | meaning |", "|---|---|---|"]
-        text += [cells(f"`{key}`", unit, meaning) for key, unit, meaning, where in KEYS if where == section]
+        text += ["", f"## {section}", "", about, "", "| key | unit | meaning | in wandb |", "|---|---|---|---|"]
+        text += [cells(f"`{key}`", unit, meaning, wandb_cell(key)) for key, unit, meaning, where in KEYS if where == section]
+        text += [cells("", "tokens", "batch_size times block_size", "`batch/tokens`")] if section == "batch" else []
     for title, names in (("group", GROUPS), ("end", ENDS), ("part", PARTS)):
         text += ["", f"## {{{title}}}", "", "| name | meaning |", "|---|---|"]
         text += [cells(f"`{name}`" if name else "(nothing)", meaning) for name, meaning in names.items()]
     return "\n".join(text) + "\n"
+
+
+def wandb_cell(key):
+    """The name of a key of the table in wandb, in words where its ends have another section."""
+    value, *ends = (in_wandb(key.replace("{end}", end)) for end in ENDS)
+    if value is None:
+        return "its own x-axis"
+    if "{end}" not in key:
+        return f"`{value}`"
+    return f"`{value}{{end}}`" if ends == [value + end for end in ENDS if end] else f"`{value}`, its interval under `detail/`"
 
 
 def cells(*texts):

@@ -110,7 +110,7 @@ def of_runs(runs, block):
         own = predicted(folder, steps, sizes)
         if own:
             predictions.append({"run": folder, "batch": size, **own})
-    return {**found, "block": block, "predictions": predictions}
+    return {**found, "block": block, "points": [(s, e) for _, s, e in points], "predictions": predictions}
 
 
 def words(found, loss):

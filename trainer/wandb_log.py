@@ -46,7 +46,9 @@ class WandbLog:
         if row["step"] != self.step:
             self.send()
             self.step = row["step"]
-        self.values |= values_of(row, self.config.block_size)
+        new = values_of(row, self.config.block_size)
+        events = [v["train/event"] for v in (self.values, new) if "train/event" in v]
+        self.values |= new | ({"train/event": "; ".join(events)} if events else {})
 
     def send(self):
         """The collected rows, if wandb does not have their step."""
@@ -179,27 +181,11 @@ def summary(out_dir):
 
 
 def media(config, words):
-    """The run's picture, its closing words, and two charts: noise scale and batch over tokens, predicted time against batch."""
+    """The run's picture and its closing words."""
     import wandb
     picture = os.path.join(config.out_dir, "report.png")
     found = {"report/closing_words": wandb.Html(f"<pre>{html.escape(words.strip())}</pre>", inject=False)}
-    if os.path.exists(picture):
-        found["report/picture"] = wandb.Image(picture)
-    steps = [r for r in log.read(config.out_dir) if "train/loss" in r and noise_scale.of(r)]
-    if steps:
-        lines = [*zip(*(noise_scale.of(r) for r in steps)), [r["batch_size"] for r in steps]]
-        found["report/noise_scale_and_batch"] = wandb.plot.line_series(
-            xs=[r["tokens"] for r in steps], ys=[list(line) for line in lines], xname="tokens",
-            keys=["noise scale", "95% interval, low", "95% interval, high", "batch"], title="Noise scale and batch (sequences)")
-    with contextlib.suppress(ConfigError):
-        rows = [row for row in predict.of_run(config.out_dir)[0]["rows"] if row["seconds"] is not None]
-        if rows:
-            found["report/predicted_time"] = wandb.plot.line_series(
-                xs=[row["batch"] for row in rows], ys=[[row[key] for row in rows] for key in ("seconds", "seconds_low",
-                                                                                              "seconds_high")],
-                keys=["predicted", "95% interval, low", "95% interval, high"], xname="batch (sequences)",
-                title="Seconds to the same loss")
-    return found
+    return found | ({"report/picture": wandb.Image(picture)} if os.path.exists(picture) else {})
 
 
 # -- sending a run afterwards
