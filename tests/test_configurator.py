@@ -113,7 +113,8 @@ def test_every_key_says_whether_it_may_change():
 def test_what_is_computed_stays_and_where_it_is_computed_may_change():
     resume, branch = configurator.free_keys(), configurator.free_keys(branch=True)
     assert resume == {"out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log", "wandb_project",
-                      "wandb_run_name", "wandb_entity", "wandb_group", "wandb_tags", "wandb_notes", "wandb_job_type", "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval",
+                      "wandb_run_name", "wandb_entity", "wandb_group", "wandb_tags", "wandb_notes", "wandb_job_type",
+                      "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval",
                       "checkpoint_tokens", "keep_checkpoints", "stop_tokens", "branch_from", "grad_stats", "deterministic"}
     assert branch - resume == {
         "seed", "batch_size", "batch_schedule", "batch_size_start", "batch_steps", "batch_file", "batch_gns_factor",

@@ -9,8 +9,9 @@ It never asks and never waits long: offline where wandb has no key or its server
 
 Every step is sent once, and whole: rows are collected until the next step begins. After a kill wandb may lack the newest rows,
 or have rows that the resumed run will write again. Online its server says where it stands: earlier rows are left out, missing
-ones are sent from log.jsonl. Offline everything is sent from log.jsonl to a new folder, which replaces the older ones of the
-run: wandb writes its offline file in large pieces, so that a killed one may hold nothing, and wandb sync stumbles over it.
+ones are sent from log.jsonl. Offline everything goes from log.jsonl to a new folder, which replaces the older ones of the run:
+wandb writes its offline file in large pieces, so that a killed one may hold nothing, and wandb sync stumbles over it. Without
+resume="allow", wandb sync writes such a folder over what the server may have, from the first line on.
 """
 
 import contextlib
@@ -75,7 +76,7 @@ def start(config, run_id):
     """(wandb's run, whether it is offline)."""
     import wandb  # slow to import, so only when used
     mode, why = where_to(wandb)
-    options = dict(project=config.wandb_project or os.environ.get("WANDB_PROJECT") or PROJECT, id=run_id, resume="allow",
+    options = dict(project=config.wandb_project or os.environ.get("WANDB_PROJECT") or PROJECT, id=run_id,
                    name=config.wandb_run_name or os.environ.get("WANDB_NAME")
                    or os.path.basename(os.path.normpath(config.out_dir)),
                    entity=config.wandb_entity or None, group=config.wandb_group or None, notes=config.wandb_notes or None,
@@ -83,9 +84,10 @@ def start(config, run_id):
                    tags=[tag.strip() for tag in config.wandb_tags.split(",") if tag.strip()] or None,
                    settings=wandb.Settings(silent=True, init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT))
     try:
-        run = wandb.init(mode=mode, **options)
+        run = wandb.init(mode=mode, **options, **({"resume": "allow"} if mode == "online" else {}))
     except Exception as e:
         mode, why = "offline", first_line(e)
+        wandb.teardown()  # its service still holds the run
         try:
             run = wandb.init(mode=mode, **options)
         except Exception as e:
