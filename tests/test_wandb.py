@@ -41,7 +41,7 @@ def records(path):
 
 
 def read_back(out):
-    """All offline folders of a run, as one: {"history": [{key: value}], "metrics": {glob: x-axis}, "summary", "config", "run"}"""
+    """All offline folders of a run, as one."""
     def values(items):
         return {(item.key or "/".join(item.nested_key)): json.loads(item.value_json) for item in items}
     found = {"history": [], "summary": {}, "config": {}, "metrics": {}}
