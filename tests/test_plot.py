@@ -159,6 +159,74 @@ def test_wrong_groups_are_one_clear_line(words, message, capsys):
     assert e.value.code == 2 and message in capsys.readouterr().err
 
 
+def with_config(folder, data=None, **config):
+    data = {"tokenizer": "bytes", "vocab_size": 256, "train_sha256": 64 * "a", "val_sha256": 64 * "b", **(data or {})}
+    with open(os.path.join(folder, "config.json"), "w") as f:
+        json.dump({"data": data, "config": {"n_layer": 2, "eval_iters": 8, "block_size": 16, **config}}, f)
+
+
+@pytest.mark.parametrize("data, words", [
+    ({"tokenizer": "gpt2", "vocab_size": 50257}, "b has gpt2 (50257 tokens): not the same tokenizer"),
+    ({"val_sha256": 64 * "c"}, "b has cccccccccccc: not the same validation set")])
+def test_runs_whose_losses_mean_other_things_are_refused_and_nothing_is_written(tmp_path, monkeypatch, capsys, data, words):
+    monkeypatch.chdir(tmp_path)
+    for name, own in (("a", {}), ("b", data)):
+        with_config(write_curve(tmp_path / name, 0.5, 10), own)
+    with pytest.raises(SystemExit) as e:
+        plot.main(["--compare", "one=a", "two=b"])
+    assert e.value.code == 2 and words in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"] and sorted(os.listdir(tmp_path / "a")) == ["config.json", log.NAME]
+    assert plot.main(["a", "b"]) == 0, "a picture says nothing about who is better"
+    assert words in capsys.readouterr().out and sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+@pytest.mark.parametrize("data, config, words", [
+    ({"train_sha256": 64 * "c"}, {}, ["training data"]), ({}, {"n_layer": 3}, ["model: a has n_layer=2, b has n_layer=3"]),
+    ({}, {"eval_iters": 9, "block_size": 32}, ["validation windows: a has eval_iters=8, block_size=16"]),
+    ({}, {"learning_rate": 1e-3, "batch_size": 4, "seed": 7, "out_dir": "x"}, [])])
+def test_runs_that_differ_in_more_than_their_training_get_a_warning(tmp_path, monkeypatch, capsys, data, config, words):
+    monkeypatch.chdir(tmp_path)
+    with_config(write_curve(tmp_path / "a", 0.5, 10))
+    with_config(write_curve(tmp_path / "b", 0.5, 10), data, **config)
+    assert plot.main(["--compare", "one=a", "two=b"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("careful:")]
+    assert len(said) == len(words) and all(word in line for word, line in zip(words, said))
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"], "nothing in the current folder"
+    assert {"compare.png", "compare.json"} <= set(os.listdir(tmp_path / "a"))
+
+
+def test_a_run_that_cannot_be_checked_is_named(tmp_path, capsys):
+    with_config(write_curve(tmp_path / "a", 0.5, 10))
+    b = write_curve(tmp_path / "b", 0.5, 10)
+    assert plot.main(["--compare", f"one={tmp_path / 'a'}", f"two={b}"]) == 0
+    assert f"careful: no config.json in {b}:" in capsys.readouterr().out
+
+
+def dots(ax):
+    return [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata())]
+
+
+def test_single_points_are_drawn(tmp_path, monkeypatch):
+    kept = drawn(monkeypatch)
+    folders = []
+    for name in "ab":
+        os.makedirs(tmp_path / name)
+        rows = [{"step": 1, "tokens": 10, "train/loss": 3.0, "lr": 1.0, "batch_size": 1, "tok_per_sec": 1.0, "seconds": 1.0,
+                 "gns/norm": 4.0, "gns": 4.0, "gns_low": 3.0, "gns_high": 5.0, "gns/norm_sq_norm": 1.0,
+                 "gns/norm_tr_sigma": 1.0}, {"step": 1, "tokens": 10, "val/loss": 3.0}]
+        (tmp_path / name / log.NAME).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        folders.append(str(tmp_path / name))
+    report.draw(folders[0])
+    titles = {ax.get_title(loc="left"): ax for ax in kept[0].axes}
+    for title in ("Loss (nats per token)", "Noise scale and batch (sequences)", "Its parts, norm layers", "Learning rate",
+                  "Tokens per second"):
+        assert dots(titles[title]), title
+    compare.compare({"a": folders[:1], "b": folders[1:]}, source="val")
+    assert len(dots(kept[1].axes[0])) == 2 and dots(kept[1].axes[1])
+    style.line(ax := kept[1].axes[1], [1, 2, 3, 4], [1.0, float("nan"), 2.0, 3.0], color="red")
+    assert list(ax.lines[-1].get_xdata()) == [1], "a point beside a gap"
+
+
 def exact_rows(n=400, factor=2.0, seed=0):
     """Rows of an exact run in which the total's noise scale is `factor` times the norm layers', both rising."""
     rng = np.random.default_rng(seed)

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -47,6 +48,20 @@ def test_a_branch_probe_runs_reports_and_is_not_run_twice(finished, capsys):
     assert sweep.main(arguments) == 0
     assert before == {x: os.path.getmtime(os.path.join(folder, x, "ckpt.pt")) for x in ("base", "x1", "x2")}
     assert json.load(open(os.path.join(folder, "branch.json"))) == result
+
+
+def test_a_dry_run_of_branch_says_what_is_missing_and_touches_nothing(finished, tmp_path, capsys):
+    folder = shutil.copytree(finished, tmp_path / "run", ignore=shutil.ignore_patterns("branch"))
+    before = sorted(os.listdir(folder))
+    assert sweep.main(["branch", str(folder), "--at", "1k", "--factors", "1,2", "--window", "2050", "--dry_run"]) == 0
+    text = capsys.readouterr().out
+    batch = next(r["batch_size"] for r in log.read(folder) if r["tokens"] >= 1000 and "batch_size" in r)
+    assert "would take the run to 1k tokens" in text and ": 1k to go" in text
+    assert f"with batch {2 * batch} for 2.05k tokens, in {folder}/branch/1000/x2: 2.05k to go" in text
+    assert "5.1k tokens in all: about 0:" in text and sorted(os.listdir(folder)) == before
+    with pytest.raises(SystemExit):
+        sweep.main(["branch", str(folder), "--at", "1k", "--factors", "1,2", "--window", "500", "--dry_run"])
+    assert "fewer than 8 steps" in capsys.readouterr().err
 
 
 def test_the_base_starts_from_the_runs_checkpoint_where_that_is_early_enough(finished, tmp_path):

@@ -10,8 +10,10 @@ import pytest
 import schedule
 import sweep
 import train
+from configurator import Config
 from sweeps import grid, jobs
 from tests.conftest import ROOT, TINY
+from tests.test_whatif import write_run
 from trainer import checkpoint, log
 
 GRID = dict(batch_schedule="constant", max_tokens=512, gns_calibrate_tokens=0, eval_tokens=128, eval_iters=2)
@@ -78,6 +80,52 @@ def test_a_grid_runs_skips_what_is_done_goes_on_after_a_stop_and_reports(tmp_pat
     with pytest.raises(SystemExit):
         sweep.main([*arguments, "--beta2=0.99"])
     assert "holds a run with other settings: beta2 is 0.99" in capsys.readouterr().err and len(calls) == 7
+
+
+def made_up(folder, batch, seed, key="gns/calibrated_adam"):
+    """A finished run on a curve with a critical batch of 16, a share off it by its seed."""
+    off = 1 + 0.01 * (seed - 1)
+    return write_run(folder, [batch] * 30, 16.0, per_row=round(off * 10 * (1 + 16 / batch) * 10), key=key, batch_size=batch,
+                     block_size=64, seed=seed)
+
+
+@pytest.mark.parametrize("batches", [(8, 16, 32), (8, 16)])
+def test_a_sweep_of_batches_ends_with_the_curve_and_one_runs_prediction(tmp_path, batches):
+    finished = {}
+    for batch in batches:
+        for seed in (0, 1, 2):
+            folder = made_up(tmp_path / f"b{batch}s{seed}", batch, seed)
+            finished[f"b{batch}s{seed}"] = Config(out_dir=folder, batch_size=batch, batch_schedule="constant", block_size=64)
+    args = sweep.argparse.Namespace(config=None, rest=[])
+    base, swept = next(iter(finished.values())), {"batch_size": list(batches), "seed": [0, 1, 2]}
+    for name, config in finished.items():
+        config.seed = int(name[-1])
+    result = grid.result_of(finished, swept, base, args)
+    text, found = "\n".join(grid.words_of(result["tradeoff"])), result["tradeoff"]
+    assert "16 (12.8 to 20.8) from batch 8" in text and "a validation loss of 2.0000" in text or len(batches) < 3
+    if len(batches) == 3:
+        assert found["low"] < 16 < found["high"] < 25 and found["critical"] == pytest.approx(16, rel=0.05)
+        assert "9 runs at 3 batch sizes" in text
+    else:
+        assert "not fitted, it takes runs at three batch sizes or more, here 2" in text
+    grid.draw(finished, result, swept, str(tmp_path / "sweep.png"))
+    assert os.path.getsize(tmp_path / "sweep.png") > 20_000
+    assert "noise scale: gns/calibrated_adam" in grid.table(result, swept)
+    linear = grid.tradeoff_of(result["rows"], finished, swept, Config())
+    assert "constant batches" in linear["refused"]
+    other = grid.tradeoff_of(result["rows"], finished, swept | {"n_layer": [2, 3]}, base)
+    assert "(n_layer)" in other["refused"] and grid.tradeoff_of(result["rows"], finished, {"seed": [0]}, base) is None
+
+
+def test_runs_that_go_by_different_noise_scales_have_a_column_each(tmp_path):
+    finished = {}
+    for metric, key in (("adam", "gns/calibrated_adam"), ("plain", "gns/calibrated")):
+        finished[metric] = Config(out_dir=made_up(tmp_path / metric, 8, 0, key), gns_metric=metric)
+    swept = {"gns_metric": ["adam", "plain"]}
+    result = grid.result_of(finished, swept, finished["adam"], sweep.argparse.Namespace(config=None, rest=[]))
+    head, adam, plain, *about = grid.table(result, swept).splitlines()
+    assert head.endswith("noise scale: gns/calibrated_adam  noise scale: gns/calibrated")
+    assert adam.split()[-2:] == ["16", "-"] and plain.split()[-2:] == ["-", "16"] and len([a for a in about if a]) == 2
 
 
 def test_a_run_that_fails_is_named_and_the_others_go_on(tmp_path, tiny_args, monkeypatch, capsys):

@@ -257,6 +257,14 @@ def test_compile_is_tried_at_half_the_micro_batch_where_the_fastest_leaves_no_ro
     assert "torch.compile at its best (micro-batch 2): 0.50 times the best speed without" in capsys.readouterr().out
 
 
+def test_a_trial_has_one_speed_the_one_that_its_command_goes_by():
+    row, = rows_of((4, "none", 100.0, 20))
+    row |= {"tok_per_sec": 80.0, "update_ms": 1.0, "update_share": 0.2, "peak_allocated": None}
+    assert "80 tok/s" in micro.in_words(row, "tok_per_sec") and " 80 " in micro.throughput_table([row])
+    assert "100 tok/s" in micro.in_words(row, "tok_per_sec_micro")
+    assert " 100 " in micro.memory_table([row | {"ceiling": 0.5}], {})
+
+
 @pytest.mark.parametrize("peaks, grows", [((100, 110, 110, 110), False), ((100, 110, 111, 112), False),
                                           ((100, 110, 115, 120), True), ((100, 130, 130, 130), True)])
 def test_growing_memory_is_noticed(peaks, grows):
