@@ -38,7 +38,7 @@ def check(out_dirs):
     found = [f"careful: not the same {name}: {apart}: {why}" for name, (of, why) in WARNED.items()
              if (apart := differing(known, of))]
     if unknown:
-        found.append(f"careful: no config.json in {', '.join(unknown)}: nobody knows whether its losses can be compared")
+        found.append(f"careful: no config.json in {', '.join(unknown)}: whether losses can be compared is not known")
     return found
 
 

@@ -180,12 +180,12 @@ def draw_pareto(ax, result):
             labels.append((tokens["mean"], steps["mean"], name))
     for i, (tokens, steps, name) in enumerate(sorted(labels)):  # neighbours one below, one above: they do not meet
         ax.annotate(name, (steps, tokens), xytext=(8, 6 if i % 2 else -15), textcoords="offset points")
-    draw_tradeoff(ax, result.get("tradeoff") or {})
     ax.set_xlabel("optimizer steps")
     ax.set_ylabel("tokens")
     ax.margins(0.25)
     style.counts(ax.xaxis)
     style.counts(ax.yaxis)
+    draw_tradeoff(ax, result.get("tradeoff") or {})
 
 
 def draw_tradeoff(ax, found):
@@ -203,8 +203,9 @@ def draw_tradeoff(ax, found):
         steps = start * (1 + own["critical"] / batch)
         ax.plot(steps, steps * batch * found["block"], color="#888888", lw=1.4, ls="--",
                 label=f"predicted from the run at batch {own['batch']:.3g}")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    for axis, scale in ((ax.xaxis, ax.set_xscale), (ax.yaxis, ax.set_yscale)):
+        scale("log")
+        style.decades(axis, log.count)
     ax.legend()
 
 

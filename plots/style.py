@@ -75,10 +75,10 @@ def plain(axis):
     axis.set_major_formatter(lambda v, _: f"{v:g}")
 
 
-def decades(axis):
+def decades(axis, show="{:g}".format):
     """Label a logarithmic axis at 1, 2, 5, 10, 20, 50."""
-    plain(axis)
-    axis.set_minor_formatter(lambda v, _: f"{v:g}" if f"{v:e}"[0] in "25" else "")
+    axis.set_major_formatter(lambda v, _: show(v))
+    axis.set_minor_formatter(lambda v, _: show(v) if f"{v:e}"[0] in "25" else "")
 
 
 def doublings(ax, ticks=()):

@@ -237,19 +237,24 @@ def draw(finished, result, swept, path):
     """Loss over tokens, steps and seconds, one colour for each row; final loss against the batch, or the first key swept; where
     the batch was swept, tokens against steps."""
     found = result["tradeoff"] if (result["tradeoff"] or {}).get("points") else None
-    figure, axes = style.pyplot().subplots(2, 3 if found else 2, figsize=(16 if found else 11, 8.2), layout="constrained")
-    draw_curves(axes.flat[:3], finished, result["rows"], swept)
-    draw_ends(axes.flat[3], [row for row in result["rows"] if row["val_loss"]], [k for k in swept if k != "seed"])
+    figure = style.pyplot().figure(figsize=(16 if found else 11, 8.2), layout="constrained")
+    axes = figure.subplot_mosaic([["tokens", "steps", "seconds"], ["ends", "tradeoff", "tradeoff"]] if found else
+                                 [["tokens", "steps"], ["seconds", "ends"]])
+    draw_curves([axes[measure] for measure in curves.MEASURES], finished, result["rows"], swept)
+    draw_ends(axes["ends"], [row for row in result["rows"] if row["val_loss"]], [k for k in swept if k != "seed"])
     if found:
-        draw_tradeoff(axes.flat[4], found)
-        axes.flat[5].remove()
+        draw_tradeoff(axes["tradeoff"], found)
     style.save(figure, path)
 
 
 def draw_tradeoff(ax, found):
+    highest = {}
     for steps, examples in found["points"]:
-        ax.plot(steps, examples * found["block"], "o", color=style.COLORS[0])
-        ax.annotate(f"{examples / steps:.3g}", (steps, examples * found["block"]), xytext=(6, 5), textcoords="offset points")
+        tokens, batch = examples * found["block"], round(examples / steps)
+        ax.plot(steps, tokens, "o", color=style.COLORS[0])
+        highest[batch] = max(highest.get(batch, (0, 0)), (steps, tokens))
+    for batch, at in highest.items():
+        ax.annotate(f"batch {batch}", at, xytext=(8, 6), textcoords="offset points")
     compare.draw_tradeoff(ax, found)
     ax.set_title(f"What a loss of {found['loss']:.3f} takes, by batch")
     ax.set_xlabel("optimizer steps")

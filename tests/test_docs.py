@@ -54,6 +54,7 @@ def missing_from(words):
     """Scripts, config files, make targets and keys of train.py that a command names and that are not there."""
     if words[0] == "make":
         return [w for w in words[1:] if not re.search(rf"^{w}:", (ROOT / "Makefile").read_text(), flags=re.M)]
+    words = [f"{word.replace('.', '/')}.py" if before == "-m" else word for before, word in zip(["", *words], words)]
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     gone = [w for w in words if w.endswith(".py") and not (ROOT / w).exists()]
     if words[script] == "train.py":

@@ -99,8 +99,8 @@ def predicted(folder, steps, batches):
 def of_runs(runs, block):
     """The fit, and beside it the prediction of one run at each batch. runs [(folder, steps, tokens)] of constant batches, to
     the same loss; block: tokens in a sequence, None where runs differ in it."""
-    if block is None:
-        return {"refused": "the runs have sequences of different length (block_size)", "predictions": []}
+    if runs and block is None:
+        return {"refused": "the logs do not tell one length of a sequence for all runs (block_size)", "predictions": []}
     points = [(folder, steps, tokens / block) for folder, steps, tokens in runs if steps > 0]
     found = fit([(steps, examples) for _, steps, examples in points])
     sizes = distinct(examples / steps for _, steps, examples in points)
