@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import shlex
+import shutil
 import signal
 import struct
 import subprocess
@@ -12,7 +13,7 @@ import time
 
 import pytest
 
-from tests.conftest import ROOT, run_script
+from tests.conftest import ROOT, TINY, run_script
 from tests.wandb_server import serve, steps
 from trainer import log, log_keys, wandb_log
 
@@ -59,21 +60,28 @@ def read_back(out):
     return found
 
 
-@pytest.fixture
-def nobody(tmp_path):
+@pytest.fixture(scope="module")
+def nobody(tmp_path_factory):
     """The environment of a user without a key."""
-    (tmp_path / "home").mkdir()
-    return {"WANDB_API_KEY": "", "NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path / "home"),
-            "WANDB_CACHE_DIR": str(tmp_path / "home"), "WANDB_DATA_DIR": str(tmp_path / "home")}
+    home = tmp_path_factory.mktemp("home")
+    return {"WANDB_API_KEY": "", "NETRC": str(home / "netrc"),
+            **{f"WANDB_{name}_DIR": str(home) for name in ("CONFIG", "CACHE", "DATA")}}
 
 
-def test_a_finished_offline_run_has_sections_axes_config_summary_and_media(tmp_path, tiny_args, nobody):
-    out = tmp_path / "run"
-    result = run_script(*tiny_args(out_dir=out, wandb_log=True, gns_calibrate_tokens=100, wandb_tags="a, b", wandb_group="g",
-                                   wandb_notes="a note, with a comma", wandb_job_type="test", wandb_entity="team"),
-                        env=nobody)
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_data, nobody):
+    """(folder, what it said) of a finished offline run."""
+    out = tmp_path_factory.mktemp("finished") / "run"
+    keys = {"dataset": tiny_data, **TINY, "out_dir": out, "wandb_log": True, "gns_calibrate_tokens": 100, "wandb_tags": "a, b",
+            "wandb_group": "g", "wandb_notes": "a note, with a comma", "wandb_job_type": "test", "wandb_entity": "team"}
+    result = run_script(*(f"--{k}={v}" for k, v in keys.items()), env=nobody)
     assert result.returncode == 0, result.stderr
-    said = [line for line in result.stdout.splitlines() if line.startswith("wandb:")]
+    return out, result.stdout
+
+
+def test_a_finished_offline_run_has_sections_axes_config_summary_and_media(finished):
+    out, said = finished
+    said = [line for line in said.splitlines() if line.startswith("wandb:")]
     assert len(said) == 2 and "offline (no key" in said[0] and all("sync " in line for line in said)
     found, rows = read_back(out), log.read(out)
 
@@ -233,9 +241,8 @@ def test_the_key_that_wandb_login_stored_is_found_and_it_never_asks(tmp_path, no
         assert got == mode and why in reason, (case, got, reason)
 
 
-def test_a_run_without_wandb_is_sent_afterwards_and_offline_where_the_server_does_not_answer(tmp_path, tiny_args, nobody):
-    out = tmp_path / "run"
-    assert run_script(*tiny_args(out_dir=out, max_tokens=1600)).returncode == 0
+def test_a_run_is_sent_afterwards_and_is_offline_where_the_server_does_not_answer(finished, tmp_path, nobody):
+    out = shutil.copytree(finished[0], tmp_path / "run", ignore=shutil.ignore_patterns("wandb"))
     code = f"import sys; sys.path.insert(0, {ROOT!r}); from trainer import wandb_log; wandb_log.INIT_TIMEOUT = 1; " \
            f"wandb_log.main([{str(out)!r}])"
     env = {**os.environ, **nobody, "WANDB_API_KEY": KEY, "WANDB_BASE_URL": "http://127.0.0.1:9"}
