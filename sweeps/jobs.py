@@ -112,14 +112,14 @@ def run_all(jobs, at_once):
 class Group:
     """Several runs {name: Config}, one folder each under `folder`: finished ones are not run again, broken ones go on."""
 
-    def __init__(self, wanted, folder, at_once=1, alone=True):
+    def __init__(self, wanted, folder, at_once=1, alone=True, env=None):
         device = next((config.device for config in wanted.values()), "auto")
         self.devices = Devices(at_once, device) if alone else Devices(at_once, "cpu")
         at_once = self.devices.at_once
         self.folder, self.at_once, self.alone = folder, at_once, alone
         self.wanted = {name: dataclasses.replace(c, out_dir=os.path.join(folder, name)) for name, c in wanted.items()}
         self.failed, self.children, self.lock = {}, set(), None
-        self.env = dict(os.environ)
+        self.env = {**os.environ, **(env or {})}
         if at_once > 1:
             self.env.setdefault("OMP_NUM_THREADS", str(max(1, hardware.usable_cores() // at_once)))
 
