@@ -27,7 +27,6 @@ from common import Runs, parse, write
 import gns
 from plots import style
 from trainer import predict
-from trainer.curves import curve, reach
 
 PAPER = ("The paper: predicts nothing of this kind. McCandlish et al. 2018 (arXiv 1812.06162, section 2) say that a step of "
          "batch B makes the share B / (B + N) of the progress of one without noise.")
