@@ -47,7 +47,7 @@ class Run:
         self.must_save, self.saved_step = False, None  # after this step, due or not; the step of the newest checkpoint
         self.val_loss = None  # of the weights as they are
         self.died = self.blown_up = False  # the newest evaluation was not finite; the loss is far too high, which has been said
-        self.saved_facts = {key: saved.get(key) for key in ("log", "path", "arithmetic")} if self.resumed else {}
+        self.saved_facts = {key: saved.get(key) for key in ("log", "path", "arithmetic", "config")} if self.resumed else {}
         ranks.seed(config.seed, 0)
         self.rng_restored = True
         if saved:
@@ -91,6 +91,7 @@ class Run:
         if self.branched:
             self.event(f"branched from {config.branch_from} at {self.count.tokens} tokens")
         self.event(self.out.news)
+        self.event(resume.extension(self.saved_facts.get("config"), config))
         self.event(resume.differences(self.saved_facts.get("arithmetic"), self.arithmetic()))
 
     def arithmetic(self):

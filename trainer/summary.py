@@ -2,6 +2,7 @@
 What a run says: its opening lines, the line of a logged step, and the closing words, from its log.
 """
 
+import shlex
 import signal
 
 import torch
@@ -23,6 +24,8 @@ def opening(run, parameters):
     yield (f"{data.meta['tokenizer']} tokens of {config.dataset}: {log.count(data.meta['train_tokens'])} to train on, "
            f"{log.count(data.meta['val_tokens'])} to validate; {'resuming at' if goes_on else 'until'} "
            f"{log.count(run.count.tokens if goes_on else run.end)} tokens; log and checkpoint in {config.out_dir}")
+    if data.assumed:
+        yield data.assumed
     if not run.rng_restored and config.dropout > 0:
         yield "the checkpoint is from another number of processes: dropout draws anew from here, by seed, step and rank"
     if noise_scale.key(config) and noise_scale.metric(config) != config.gns_metric:
@@ -51,7 +54,8 @@ def diverged(run, steps):
 
 def stopped(run, number):
     return (f"stopped by {signal.Signals(number).name} at step {run.count.step}; "
-            f"checkpoint of step {run.saved_step} in {run.config.out_dir}, --resume=True goes on from there")
+            f"checkpoint of step {run.saved_step}; go on with --resume=True, or python train.py "
+            f"{shlex.quote(run.config.out_dir)}")
 
 
 def describe(row, config, seconds_left):
@@ -81,7 +85,23 @@ def saturation(B, config, before, noise):
                 f"{noise[2]:.4g}")
 
 
+def evaluation(config, saved, data, loss):
+    """The line of --eval."""
+    state, windows = saved["state"], len(data.val_starts(config.eval_iters))
+    return (f"{saved['path']}: step {state['step']}, {log.count(state['tokens'])} tokens: validation loss {loss:.4f} over "
+            f"{windows} windows of {config.block_size} tokens (eval_iters={config.eval_iters})")
+
+
+def stopped_early(run):
+    """Where stop_tokens ended a run, and how it goes on."""
+    config = run.config
+    return (f"stopped early at {log.count(run.count.tokens)} of {log.count(config.max_tokens)} tokens "
+            f"(stop_tokens={config.stop_tokens}); resume with: python train.py {shlex.quote(config.out_dir)}")
+
+
 def finished(run):
+    if run.count.tokens < run.config.max_tokens:
+        return stopped_early(run)
     done = f"{run.config.out_dir} is finished: {log.count(run.count.tokens)} tokens in {run.count.step} steps"
     return f"{done}\n{closing(run.config)}"
 
