@@ -307,7 +307,10 @@ def parse_named(argv, processes=1):
         raise ConfigError(f"one config file or run folder at most, got {' '.join(given)} (options are --key=value)")
     run = known_run(given, typed)
     if run:
-        values, name = of_run(run, typed), os.path.basename(run) if typed.get("branch_from") else None
+        branches = run == typed.get("branch_from")
+        values, name = of_run(run, typed, branches), None
+        if branches and "out_dir" not in typed:
+            name = os.path.basename(os.path.normpath(run))
     else:
         file = given[0] if given else DEFAULT_FILE
         values, name = read_file(file), os.path.splitext(os.path.basename(file))[0]
@@ -460,12 +463,12 @@ def of_pretrained(values, typed):
     return shape
 
 
-def of_run(folder, typed):
+def of_run(folder, typed, branches):
     """The settings with which a run goes on or branches. A longer run ends its schedules where they ended, so that all before
     is as it was."""
     old = read_run(folder)
     values = vars(old) | {key: FIELDS[key].default for key in HERE_ONLY}
-    if typed.get("branch_from"):
+    if branches:
         return values | {"branch_from": ""}
     if typed.get("max_tokens", 0) > old.max_tokens:
         values |= {key: getattr(old, key) or old.max_tokens for key in ("decay_tokens", "batch_tokens")}
