@@ -161,6 +161,7 @@ class Config:
     eval_tokens: int = opt(250_000, FREE, "evaluate every so many tokens; 0 = only at the end", valid=NOT_NEGATIVE)
     eval_iters: int = opt(64, FREE, "validation windows per evaluation: a fixed, evenly spaced set, the same for every run",
                           valid=AT_LEAST_1)
+    verbose: bool = opt(False, FREE, "say more at the start: kernels, and how fast this machine multiplies")
     log_interval: int = opt(10, FREE, "steps between log lines; values wait on the device until then", valid=AT_LEAST_1)
     checkpoint_tokens: int = opt(1_000_000, FREE, "save every so many tokens (and at the end, on Ctrl-C and on SIGTERM)",
                                  valid=NOT_NEGATIVE)
@@ -322,12 +323,12 @@ def parse_named(argv, processes=1):
         name = run_name(name, {k: v for k, v in typed.items() if v != values[k]})
     if not run:
         values |= of_pretrained(values, typed)
-    config = Config(**values | typed)
+    config, short_note = shorten(Config(**values | typed), typed)
     check_values(config)
     config, note = fit(config, processes, typed)
     check_batches(config, processes)
     if os.environ.get("RANK", "0") == "0":
-        for words in filter(None, (note, without_effect(config, typed))):
+        for words in filter(None, (short_note, note, without_effect(config, typed))):
             print(words, flush=True)
     return config, name
 
@@ -506,6 +507,15 @@ def name_part(value):
         value = next((f"{value // size}{letter}" for letter, size in reversed(schedule.SUFFIXES.items())
                       if value and value % size == 0), value)
     return re.sub(r"[^A-Za-z0-9._+,-]", "_", str(value))
+
+
+def shorten(c, typed):
+    """(config, words or None): a run that was made shorter than its warm-up gets a warm-up of a twentieth."""
+    if "max_tokens" not in typed or "warmup_tokens" in typed or c.warmup_tokens < c.max_tokens:
+        return c, None
+    fits = c.max_tokens // 20
+    words = f"warmup_tokens={c.warmup_tokens} is taken as {fits}: a twentieth of a run of {c.max_tokens} tokens"
+    return dataclasses.replace(c, warmup_tokens=fits), words
 
 
 def without_effect(c, typed):

@@ -32,7 +32,7 @@ import configurator
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
-from trainer import batches, distributed, hardware, huggingface, log, naming, noise_scale, plan, resume, summary
+from trainer import batches, distributed, hardware, huggingface, log, naming, noise_scale, plan, resume, screen, summary
 from trainer.run import MAX_BAD_STEPS, Run
 from trainer.step import TrainingStep
 
@@ -72,7 +72,7 @@ def train_locked(config, ranks, device):
     del saved  # it may be mapped into memory, and holds its file
     if run.over:
         if ranks.first:
-            log.say(summary.finished(run))
+            log.say(screen.wrapped(summary.finished(run), screen.width()))
         return int(ranks.first and log.died(log.read(config.out_dir)))
     run.open(parameters)
     if ranks.first:
@@ -137,9 +137,7 @@ def train_locked(config, ranks, device):
 
     run.close()
     if ranks.first:
-        log.say(summary.closing(config) if run.over else summary.stopped(run, stopping))
-        if run.over and run.count.tokens < config.max_tokens:
-            log.say(summary.stopped_early(run))
+        log.say(screen.wrapped(summary.last_words(run, stopping), screen.width()))
     return int(run.died) if run.over else 128 + stopping
 
 

@@ -132,6 +132,12 @@ def test_a_run_is_called_after_its_config_and_what_was_changed(args, name, monke
     assert configurator.parse_named(args)[1] == name
 
 
+def test_a_run_shorter_than_its_warm_up_gets_a_shorter_one_and_says_so(capsys):
+    c = parse(["--max_tokens=100k"])
+    assert c.warmup_tokens == 5000 and capsys.readouterr().out.startswith("warmup_tokens=125000 is taken as 5000: ")
+    assert parse(["--max_tokens=100k", "--warmup_tokens=0"]).warmup_tokens == 0 and not capsys.readouterr().out
+
+
 def test_long_names_are_cut_and_stay_different():
     changed = {key: "x" * 40 for key in ("dataset", "norm", "batch_steps")}
     a, b = configurator.run_name("c", changed), configurator.run_name("c", {**changed, "batch_steps": "y" * 40})
@@ -155,7 +161,7 @@ def test_every_key_says_whether_it_may_change():
 
 def test_what_is_computed_stays_and_where_it_is_computed_may_change():
     resume, branch = configurator.free_keys(), configurator.free_keys(branch=True)
-    assert resume == {"out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log", "wandb_project",
+    assert resume == {"verbose", "out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log", "wandb_project",
                       "wandb_run_name", "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval",
                       "checkpoint_tokens", "keep_checkpoints", "stop_tokens", "branch_from", "grad_stats", "deterministic"}
     assert branch - resume == {"batch_tokens",

@@ -1,16 +1,24 @@
 """
-Whether other processes want the cores that this run computes on. Its threads wait for each other many times in a step, and
-while they wait they spin. Where another process has taken the core of one, all others wait for it: with one more process on
-two cores a run may be ten times slower, and one thread would be faster than two.
+Other processes on the cores that this run computes on.
 
-The number of threads decides the order of sums, so it is never changed in a run: the user is told, once, and what to type.
+A run's threads wait for each other many times in a step, and spin while they wait. Where another process has taken the core of
+one of them, the others spin for as long as it keeps it: a run may become fifty times slower. So a run looks, once a second, how
+much of its cores others use, and as long as they do its threads sleep while they wait. The number of threads stays, and with it
+the order of sums: every bit is the same.
+
+How: libgomp, which torch's CPU builds bring, lets threads spin for a short moment only where it manages more of them than there
+are cores. Threads() makes it so: a thread of its own, with a team of its own, that does nothing.
 """
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 
-TAKEN = 0.3  # cores in use by others, from which on it is said: less is what any machine does in the background
+import torch
+
+TAKEN, FREE = 0.3, 0.1  # cores in use by others: from so many on threads sleep, below so many they spin again
+SECONDS = 1.0  # between two looks
 TICK = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
@@ -30,12 +38,11 @@ def usage(path="/proc/stat"):
     except (OSError, ValueError, AttributeError):
         return None
     times = os.times()
-    own = times.user + times.system + times.children_user + times.children_system
-    return None if everybody is None else Usage(time.monotonic(), everybody, own)
+    return Usage(time.monotonic(), everybody, times.user + times.system + times.children_user + times.children_system)
 
 
 def cpu_seconds(text, cores):
-    """Seconds that these cores were not idle, from /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal, ..."""
+    """Seconds that these cores were at work, from /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal."""
     ticks = 0
     for line in text.splitlines():
         name, *numbers = line.split() or [""]
@@ -46,16 +53,56 @@ def cpu_seconds(text, cores):
 
 
 def taken_by_others(before, after):
-    """Cores that others used between two moments; 0 where that is not known."""
-    if before is None or after is None or after.clock - before.clock < 0.1:
-        return 0.0
-    return max(0.0, (after.everybody - before.everybody) - (after.own - before.own)) / (after.clock - before.clock)
+    """Cores that others used between two moments."""
+    seconds = after.clock - before.clock
+    return max(0.0, (after.everybody - before.everybody) - (after.own - before.own)) / seconds
 
 
-def words(taken, threads, cores, out_dir):
-    """What to tell the user, or None: who computes with one thread waits for nobody, and free cores harm nobody."""
-    if threads == 1 or taken < TAKEN or taken + threads < cores + TAKEN:
+class IdleTeam:
+    """A second team of OpenMP threads that does nothing, as long as it is held."""
+
+    def __init__(self):
+        self.made, self.done = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self.hold, daemon=True, name="idle team")
+        self.thread.start()
+        self.made.wait()
+
+    def hold(self):
+        torch.ones(1 << 20).sum()  # large enough to be shared among threads
+        self.made.set()
+        self.done.wait()
+
+    def release(self):
+        self.done.set()
+        self.thread.join()
+
+
+class Cores:
+    """What a run does about its neighbours. One process on a CPU; several have one thread each, which wait otherwise."""
+
+    def __init__(self, threads, look=usage, team=IdleTeam):
+        self.threads, self.usage, self.make_team = threads, look, team
+        self.before, self.team, self.said = look() if threads > 1 else None, None, False
+
+    def look(self):
+        """Called often. Words for the user, once, or None."""
+        if self.before is None or time.monotonic() - self.before.clock < SECONDS:
+            return None
+        now = self.usage()
+        if now is None:
+            return None
+        taken, self.before = taken_by_others(self.before, now), now
+        if self.team and taken < FREE:
+            self.close()
+        elif not self.team and taken >= TAKEN:
+            self.team = self.make_team()
+            if not self.said:
+                self.said = True
+                return (f"other processes use {taken:.1f} of the cores. From now on this run's {self.threads} threads sleep "
+                        "while they wait for each other, instead of spinning: slower than alone, the same bits")
         return None
-    fewer = max(1, min(threads - 1, int(cores - taken)))
-    return (f"other processes use {taken:.1f} of {cores} cores: {threads} threads that wait for each other are slow then. "
-            f"Faster: Ctrl-C, and OMP_NUM_THREADS={fewer} python train.py {out_dir}")
+
+    def close(self):
+        if self.team:
+            self.team.release()
+            self.team = None

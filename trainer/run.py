@@ -12,7 +12,7 @@ import torch
 
 from configurator import ConfigError
 from rightbatch.tracker import crossed, named
-from trainer import checkpoint, hardware, log, noise_scale, resume, step_time, summary
+from trainer import busy, checkpoint, hardware, log, noise_scale, resume, step_time, summary
 from trainer.step import to_host
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
@@ -77,9 +77,11 @@ class Run:
             checkpoint.write_json(os.path.join(config.out_dir, "config.json"),
                                   {"config": asdict(config), **hardware.facts(step.device), "processes": ranks.world,
                                    "dtype": str(step.dtype).removeprefix("torch."), "parameters": parameters,
+                                   "norm_layers": self.arithmetic()["norm layers"],
                                    "data": self.data.meta})
             self.out = log.RunLog(config, self.count.step, self.count.wandb_id, self.saved_facts.get("log"))
         self.count.wandb_id = self.out.wandb.id if self.out.wandb else self.count.wandb_id
+        self.cores = busy.Cores(torch.get_num_threads() if step.device == "cpu" and ranks.world == 1 else 1)
         self.ceiling = hardware.matmul_ceiling(step.device, step.dtype) * ranks.world
         for line in summary.opening(self, parameters):
             self.out.say(line)
@@ -99,6 +101,7 @@ class Run:
 
     def close(self):
         self.out.close()
+        self.cores.close()
         for number, handler in self.handlers.items():  # one that reaches a rank late must not end it before the others are done
             signal.signal(number, handler if self.ranks.world == 1 else signal.SIG_IGN)
 
@@ -148,6 +151,9 @@ class Run:
         self.count.step += 1
         self.count.tokens += record.tokens
         self.count.examples += record.batch_size
+        words = self.cores.look()
+        if words:
+            self.out.say(words)
 
     def due(self, every):
         """Whether the newest step ended the run or crossed a multiple of `every` tokens."""
@@ -195,7 +201,9 @@ class Run:
         self.logged = Mark(row["step"], row["tokens"], row["seconds"])
         seconds_per_token = (row["seconds"] - self.opened.seconds) / (row["tokens"] - self.opened.tokens)
         self.out.write(row)
-        self.out.say(summary.describe(row, self.config, max(0, self.end - row["tokens"]) * seconds_per_token))
+        to_go = self.step.tokens_to_calibration(noise_scale.metric(self.config))
+        self.out.say(summary.describe(row, self.config, max(0, self.end - row["tokens"]) * seconds_per_token,
+                                      to_go and to_go * seconds_per_token, self.out.columns))
         self.look_for_blow_up(row["train/loss"])
 
     def look_for_blow_up(self, loss):
