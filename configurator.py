@@ -17,7 +17,6 @@ command line, unless it starts with an underscore (those are the file's own vari
 import ast
 import dataclasses
 import difflib
-import hashlib
 import json
 import math
 import os
@@ -46,6 +45,7 @@ UP_TO_A_MILLION = (lambda v: 1 <= v <= 2**20, "must be at least 1 and at most 2^
 NOT_NEGATIVE = (lambda v: v >= 0, "must not be negative")
 ABOVE_0 = (lambda v: v > 0, "must be above 0")
 BELOW_1 = (lambda v: 0 <= v < 1, "must be at least 0 and below 1")
+NAME_LENGTH = 60  # characters of a run's folder: what is longer says "more", and config.json has it
 HERE_ONLY = ("out_dir", "resume", "stop_tokens")  # of one start alone: a run that goes on does not take them from its folder
 LIMIT = 2**63  # of whole numbers: what files and torch hold
 
@@ -200,7 +200,8 @@ ALIASES = {
     "output_dir": "out_dir", "wandb": "wandb_log", "bf16": "dtype=bfloat16", "fp16": "dtype=float16", "fp32": "dtype=float32",
     "num_layers": "n_layer", "num_heads": "n_head", "hidden_size": "n_embd", "d_model": "n_embd",
 }
-DTYPE_WORDS = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+OTHER_WORDS = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
+               "device": {"gpu": "cuda"}}
 TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
@@ -223,6 +224,8 @@ def coerce(name, value, where):
         if "\0" in value:
             raise ConfigError(f"{where}: {name}={shown} must not hold a NUL character")
         if choices and value not in choices:
+            if name == "resume" and os.path.isdir(value):
+                raise ConfigError(f"{where}: resume={shown}: the run folder goes alone: python train.py {value}")
             near = difflib.get_close_matches(value, choices, n=1)
             raise ConfigError(f"{where}: {name}={shown} must be one of {', '.join(choices)}"
                               + (f"; did you mean {near[0]}?" if near else ""))
@@ -391,8 +394,7 @@ def from_text(name, text):
         if word in TRUE + FALSE:
             return word in TRUE
     if kind in (str, "str"):
-        if name == "dtype":
-            word = DTYPE_WORDS.get(word, word)
+        word = OTHER_WORDS.get(name, {}).get(word, word)
         return next((c for c in choices or () if c.lower() == word), text)
     if kind in (int, "int") and word[-1:] in ("k", "m", "b"):
         try:
@@ -491,9 +493,13 @@ def read_run(folder):
 
 def run_name(base, changed):
     """A folder's name from that of the config and {key: value} on top of it. What only says where or how to run is left out."""
-    parts = [f"{key}={name_part(value)}" for key, value in changed.items() if FIELDS[key].metadata["change"] != FREE]
-    name = "-".join([base, *parts])
-    return name if len(name) <= 100 else f"{name[:90]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
+    name, parts = base, [f"-{key}={name_part(value)}" for key, value in changed.items()
+                         if FIELDS[key].metadata["change"] != FREE]
+    for part in parts:
+        if len(name + part) > NAME_LENGTH:
+            return name + "-more"
+        name += part
+    return name
 
 
 def name_part(value):

@@ -18,8 +18,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def find(dataset):
-    """The folder of a dataset: data/<name>, or a path."""
-    folder = dataset if os.path.isdir(dataset) else os.path.join(ROOT, "data", dataset)
+    """The prepared folder of a dataset."""
+    folder = folder_of(dataset)
     if is_prepared(folder):
         return folder
     if dataset == "stdlib":
@@ -35,6 +35,12 @@ def find(dataset):
     how = f"run python {script}" if os.path.isfile(os.path.join(ROOT, script)) else \
         "prepare your own files with python data/text/prepare.py, or take dataset=stdlib"
     raise ConfigError(f"dataset={dataset!r}: no meta.json in {folder}: {how}")
+
+
+def folder_of(dataset):
+    """A path, or a name in data/, beside this program or where the user is."""
+    here = os.path.join("data", dataset)
+    return dataset if os.path.isdir(dataset) else here if is_prepared(here) else os.path.join(ROOT, "data", dataset)
 
 
 def is_prepared(folder):

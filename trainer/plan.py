@@ -10,7 +10,6 @@ real optimizer state and the tensors that autograd really saves); time is FLOPs 
 Letters: P parameters, L layers, C channels, V vocabulary, n = micro-batch x T tokens of one forward pass.
 """
 
-import os
 
 import configurator
 import schedule
@@ -125,8 +124,7 @@ def steps(c, devices):
 def vocabulary(config):
     """(size, where it is known from). A plan needs no data."""
     from trainer import batches
-    folder = config.dataset if os.path.isdir(config.dataset) else os.path.join(batches.ROOT, "data", config.dataset)
-    if batches.is_prepared(folder):
+    if batches.is_prepared(batches.folder_of(config.dataset)):
         return batches.Dataset(config.dataset, config.block_size).vocab_size, "from the dataset"
     if config.dataset == "stdlib":
         return 256, "bytes"

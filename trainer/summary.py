@@ -86,10 +86,14 @@ def noise_words(row, config, calibrating=None):
         return "gns {:.3g} [{:.3g}, {:.3g}]".format(*found)
     if own and not config.gns_calibrate_tokens:
         return "norm layers {:.3g} [{:.3g}, {:.3g}]".format(*own)
-    known = any(row.get(f"gns/calibration{metric}") is not None for metric in ("", "_adam"))
-    if config.gns == "norm" and not known:
+    if config.gns == "norm" and not has_factor(row):
         return "gns calibrating" + (f", ~{log.duration(calibrating)}" if calibrating is not None else "")
     return "gns undetermined"
+
+
+def has_factor(row):
+    """Whether calibration has come to the factor from the norm layers' noise scale to the whole model's."""
+    return any(row.get(f"gns/calibration{metric}") is not None for metric in ("", "_adam"))
 
 
 def saturation(B, config, before, noise):
@@ -160,7 +164,7 @@ def noise_summary(steps, config):
         return ["The norm layers' noise scale is " + ("{:.3g} [{:.3g}, {:.3g}]".format(*own) if own else "undetermined")
                 + ". The whole model's is proportional to it, not equal: gns_calibrate_tokens measures the factor."]
     known = [row for row in steps if noise_scale.of(row) and noise_scale.of(row)[0] > 0]
-    if not known and config.gns == "norm" and noise_scale.read(steps[-1], "gns/norm"):
+    if not known and config.gns == "norm" and not has_factor(steps[-1]):
         return ["The noise scale is undetermined: the factor from the norm layers to the whole model was still being measured, "
                 f"by one exact step in {config.gns_calibrate_tokens} tokens. A longer run has it, or fewer "
                 "gns_calibrate_tokens."]
