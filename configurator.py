@@ -1,9 +1,13 @@
 """
-The settings of a run: defaults, then a config file, then --key=value.
+The settings of a run: defaults, then a config file, then --key=value. A run that goes on has those of its folder instead.
 
     python train.py                                        # config/quickstart.py
-    python train.py config/gpt_111m.py --micro_batch_size=4 --max_tokens=1e8
+    python train.py config/gpt_111m.py --micro_batch_size=4 --max_tokens=100M
+    python train.py out/gpt_111m                           # go on with that run, with its own settings
+    python train.py --branch_from=out/gpt_111m --batch_size=240       # a new run from its checkpoint, with its settings
     python train.py --help                                 # every key, its default and the reason for it
+
+--key value does as well as --key=value; k, M and B are thousands, millions and billions; true, yes and 1 are True.
 
 A config file is plain Python assignments, run in a namespace of its own that starts with the defaults, so
 `batch_size = 5 * 8` and `min_lr = learning_rate / 10` work. A name that is no key fails, from a file as from the
@@ -13,8 +17,10 @@ command line, unless it starts with an underscore (those are the file's own vari
 import ast
 import dataclasses
 import difflib
+import json
 import math
 import os
+import re
 import sys
 import types
 from dataclasses import dataclass, field
@@ -39,7 +45,8 @@ UP_TO_A_MILLION = (lambda v: 1 <= v <= 2**20, "must be at least 1 and at most 2^
 NOT_NEGATIVE = (lambda v: v >= 0, "must not be negative")
 ABOVE_0 = (lambda v: v > 0, "must be above 0")
 BELOW_1 = (lambda v: 0 <= v < 1, "must be at least 0 and below 1")
-NOT_EMPTY = (bool, "must name a folder")
+NAME_LENGTH = 60  # characters of a run's folder: what is longer says "more", and config.json has it
+HERE_ONLY = ("out_dir", "resume", "stop_tokens")  # of one start alone: a run that goes on does not take them from its folder
 LIMIT = 2**63  # of whole numbers: what files and torch hold
 
 
@@ -51,9 +58,13 @@ def opt(default, change, why, choices=None, valid=None):
 @dataclass
 class Config:
     # -- run
-    out_dir: str = opt("out/quickstart", FREE, "run folder: config.json, log.jsonl, ckpt.pt, report.png", valid=NOT_EMPTY)
+    out_dir: str = opt("", FREE, "run folder: config.json, log.jsonl, ckpt.pt, report.png; empty = in out/, called after the "
+                                 "config file and what was typed, with a number where that is taken")
     dataset: str = opt("stdlib", FIXED, "folder under data/ (or a path) with train.bin, val.bin, meta.json; stdlib is "
                                         "embedded and prepares itself")
+    init_from: str = opt("", FIXED, "start from a GPT-2 of Hugging Face's: a folder with config.json and model.safetensors, or "
+                                    "a name in its cache on this disk, such as gpt2. The model's shape is then its own; a "
+                                    "smaller block_size cuts its positions off")
     seed: int = opt(0, BRANCH, "weights, dropout and data order all follow from it", valid=NOT_NEGATIVE)
     device: str = opt("auto", FREE, "cuda if there is one, then mps, then cpu", ("auto", "cpu", "cuda", "mps"))
     dtype: str = opt("auto", FIXED, "bfloat16 autocast where the device is fast at it, else float32; float16 trains with loss "
@@ -74,6 +85,8 @@ class Config:
     dropout: float = opt(0.0, FIXED, "0 for pretraining; 0.1 and more when a small corpus is seen many times", valid=BELOW_1)
     norm: str = opt("layernorm", FIXED, "rmsnorm has no bias and no mean; both give per-example norms",
                     ("layernorm", "rmsnorm"))
+    gelu: str = opt("exact", FIXED, "tanh is what GPT-2 was trained with, and slower on a CPU; init_from sets it",
+                    ("exact", "tanh"))
     tie_weights: bool = opt(True, FIXED, "one matrix for token embedding and head, as in GPT-2")
     cos_attn: tuple = opt((), FIXED, "blocks with cosine attention, e.g. (1,): bounds the logits where bf16 diverges")
     spectral_qkv: tuple = opt((), FIXED, "blocks whose QKV matrix is divided by its spectral norm: the other cure")
@@ -88,6 +101,7 @@ class Config:
                                                 "gns: follows the noise scale between the two", schedule.KINDS)
     batch_size_start: int = opt(8, BRANCH, "first batch of linear, smallest of gns", valid=AT_LEAST_1)
     batch_late: float = opt(0.8, BRANCH, "for late: the share of the run after which the batch is batch_size", valid=BELOW_1)
+    batch_tokens: int = opt(0, BRANCH, "for linear and late: where the batch is batch_size; 0 = max_tokens", valid=NOT_NEGATIVE)
     batch_steps: str = opt("", BRANCH, "for steps: tokens:batch, e.g. 0:32, 50M:64, 200M:128 (k, M, B for thousands to "
                                        "billions)")
     batch_file: str = opt("", BRANCH, "for file: a text file with lines of tokens and batch, straight lines between them; "
@@ -147,6 +161,7 @@ class Config:
     eval_tokens: int = opt(250_000, FREE, "evaluate every so many tokens; 0 = only at the end", valid=NOT_NEGATIVE)
     eval_iters: int = opt(64, FREE, "validation windows per evaluation: a fixed, evenly spaced set, the same for every run",
                           valid=AT_LEAST_1)
+    verbose: bool = opt(False, FREE, "say more at the start: kernels, and how fast this machine multiplies")
     log_interval: int = opt(10, FREE, "steps between log lines; values wait on the device until then", valid=AT_LEAST_1)
     checkpoint_tokens: int = opt(1_000_000, FREE, "save every so many tokens (and at the end, on Ctrl-C and on SIGTERM)",
                                  valid=NOT_NEGATIVE)
@@ -154,8 +169,10 @@ class Config:
                                          "with the lowest validation loss stays in any case, as ckpt.best.pt", valid=AT_LEAST_1)
     stop_tokens: int = opt(0, FREE, "leave here with a checkpoint, so that --resume=True can go on; 0 = at max_tokens",
                            valid=NOT_NEGATIVE)
-    branch_from: str = opt("", FREE, "a run folder: start from its checkpoint, with another batch or learning rate")
-    resume: str = opt("False", FREE, "True continues out_dir from its checkpoint; auto does if there is one",
+    branch_from: str = opt("", FREE, "a run folder: start from its checkpoint and settings, with another batch or learning "
+                                      "rate")
+    resume: str = opt("False", FREE, "True goes on with the run in out_dir, or the newest of this name; auto does if there is "
+                                     "one",
                       ("False", "True", "auto"))
     wandb_log: bool = opt(False, FREE, "also log to wandb; offline, without asking, where there is no key")
     wandb_project: str = opt("", FREE, "wandb's project; empty = WANDB_PROJECT, or rightbatch")
@@ -177,15 +194,24 @@ FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 ALIASES = {
     "gradient_accumulation_steps": "batch_size and micro_batch_size (accumulation is batch_size / micro_batch_size)",
     "grad_accum_steps": "batch_size and micro_batch_size (accumulation is batch_size / micro_batch_size)",
-    "max_iters": "max_tokens", "warmup_iters": "warmup_tokens", "lr_decay_iters": "decay_tokens",
-    "eval_interval": "eval_tokens", "init_from": "resume", "decay_lr": "lr_decay", "lr": "learning_rate",
-    "vocab_size": "dataset (its meta.json has the vocabulary)", "block_len": "block_size", "total_batch_size": "batch_size",
-    "device_batch_size": "micro_batch_size", "always_save_checkpoint": "checkpoint_tokens",
+    **dict.fromkeys(("max_iters", "max_steps", "num_steps", "iterations"), "max_tokens (steps x batch_size x block_size)"),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs"), "max_tokens (epochs x the tokens of train.bin)"),
+    **dict.fromkeys(("warmup_iters", "warmup_steps"), "warmup_tokens"), "lr_decay_iters": "decay_tokens",
+    "eval_interval": "eval_tokens", "eval_only": "--eval (python train.py out/run --eval)", "decay_lr": "lr_decay",
+    "lr": "learning_rate", "vocab_size": "dataset (its meta.json has the vocabulary)", "block_len": "block_size",
+    **dict.fromkeys(("seq_len", "context_length"), "block_size"), "total_batch_size": "batch_size",
+    **dict.fromkeys(("device_batch_size", "per_device_train_batch_size"), "micro_batch_size"),
+    "always_save_checkpoint": "checkpoint_tokens", "save_steps": "checkpoint_tokens", "data_dir": "dataset",
+    "output_dir": "out_dir", "wandb": "wandb_log", "bf16": "dtype=bfloat16", "fp16": "dtype=float16", "fp32": "dtype=float32",
+    "num_layers": "n_layer", "num_heads": "n_head", "hidden_size": "n_embd", "d_model": "n_embd",
 }
+OTHER_WORDS = {"dtype": {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"},
+               "device": {"gpu": "cuda"}}
+TRUE, FALSE = ("true", "1", "yes", "on"), ("false", "0", "no", "off")
 
 
 def unknown_key(name, where):
-    near = ALIASES.get(name) or next(iter(difflib.get_close_matches(name, FIELDS, n=1, cutoff=0.5)), None)
+    near = ALIASES.get(name.lower()) or next(iter(difflib.get_close_matches(name.lower(), FIELDS, n=1, cutoff=0.5)), None)
     hint = f"did you mean {near}?" if near else "--help lists all keys"
     return ConfigError(f"{where}: unknown key '{name}': {hint}")
 
@@ -203,6 +229,8 @@ def coerce(name, value, where):
         if "\0" in value:
             raise ConfigError(f"{where}: {name}={shown} must not hold a NUL character")
         if choices and value not in choices:
+            if name == "resume" and os.path.isdir(value):
+                raise ConfigError(f"{where}: resume={shown}: the run folder goes alone: python train.py {value}")
             near = difflib.get_close_matches(value, choices, n=1)
             raise ConfigError(f"{where}: {name}={shown} must be one of {', '.join(choices)}"
                               + (f"; did you mean {near[0]}?" if near else ""))
@@ -217,7 +245,8 @@ def coerce(name, value, where):
             raise ConfigError(f"{where}: {name}={shown} must be a tuple of block numbers such as (1,) or (0, 2)")
         return tuple(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"{where}: {name}={shown} must be a number")
+        whole = "a whole number such as 200, 50k, 1.5M or 2B" if f.type in (int, "int") else "a number"
+        raise ConfigError(f"{where}: {name}={shown} must be {whole}")
     finite = abs(value) < (LIMIT if isinstance(value, int) else math.inf)  # NaN is not
     if f.type in (int, "int"):
         if not finite or value != int(value) or abs(value) >= LIMIT:
@@ -247,8 +276,12 @@ def read_file(path):
     except UnicodeError as e:
         raise ConfigError(f"config file {path}: is not UTF-8 text ({e.reason})") from None
     except OSError as e:
-        near = difflib.get_close_matches(os.path.basename(path), _config_files(), n=1, cutoff=0.4)
-        raise ConfigError(f"config file {path}: {e.strerror}" + (f"; did you mean config/{near[0]}?" if near else "")) from None
+        near = [f"config/{f}" for f in difflib.get_close_matches(os.path.basename(path), _config_files(), n=1, cutoff=0.4)]
+        folder = os.path.dirname(path)
+        if not path.endswith(".py") and folder and os.path.isdir(folder):  # a run folder, misspelt
+            near = [os.path.join(folder, f) for f in difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=1)]
+        kind = "config file" if path.endswith(".py") else "config file or run folder"
+        raise ConfigError(f"{kind} {path}: {e.strerror}" + (f"; did you mean {near[0]}?" if near else "")) from None
     namespace = {name: f.default for name, f in FIELDS.items()}
     try:
         exec(compile(source, path, "exec"), namespace)
@@ -268,36 +301,232 @@ def _config_files():
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
 
 
+# -- the command line
+
 def parse(argv, processes=1):
-    """The checked Config of a command line: [config_file] [--key=value ...], for a run of so many processes."""
-    files = [a for a in argv if not a.startswith("--")]
-    if len(files) > 1:
-        raise ConfigError(f"one config file at most, got {' '.join(files)} (options are --key=value)")
-    values, typed = read_file(files[0] if files else DEFAULT_FILE), set()
-    for arg in argv:
+    """The checked Config of a command line, for a run of so many processes."""
+    return parse_named(argv, processes)[0]
+
+
+def parse_named(argv, processes=1):
+    """(Config, name) of [config file or run folder] [--key=value ...]. The name is for the run's folder; None where one is
+    given."""
+    given, typed = read_arguments(argv)
+    if len(given) > 1:
+        raise ConfigError(f"one config file or run folder at most, got {' '.join(given)} (options are --key=value)")
+    run = known_run(given, typed)
+    if run:
+        branches = run == typed.get("branch_from")
+        values, name = of_run(run, typed, branches), None
+        if branches and "out_dir" not in typed:
+            name = os.path.basename(os.path.normpath(run))
+    else:
+        file = given[0] if given else DEFAULT_FILE
+        values, name = read_file(file), os.path.splitext(os.path.basename(file))[0]
+        if typed.get("out_dir", values["out_dir"]):
+            name = None
+        else:
+            values["out_dir"] = os.path.join("out", name)
+    if name:
+        name = run_name(name, {k: v for k, v in typed.items() if v != values[k]})
+    if not run:
+        values |= of_pretrained(values, typed)
+    config, short_note = shorten(Config(**values | typed), typed)
+    check_values(config)
+    config, note = fit(config, processes, typed)
+    check_batches(config, processes)
+    if os.environ.get("RANK", "0") == "0":
+        for words in filter(None, (short_note, note, without_effect(config, typed))):
+            print(words, flush=True)
+    return config, name
+
+
+def read_arguments(argv):
+    """([config file or folder], {key: value typed})."""
+    given, typed = [], {}
+    for arg in joined(argv):
         if not arg.startswith("--"):
+            word = arg.lstrip("-").partition("=")[0].replace("-", "_")
+            if word in FIELDS and (arg.startswith("-") or "=" in arg):
+                raise ConfigError(f"command line: {arg}: options begin with two dashes: --{arg.lstrip('-')}")
+            given.append(arg)
             continue
         name, eq, text = arg[2:].partition("=")
         if name not in FIELDS:
             raise unknown_key(name, "command line")
         if not eq:
             raise ConfigError(f"command line: {arg} needs a value: --{name}=...")
-        value = text
-        if FIELDS[name].type not in (str, "str"):
-            try:
-                value = ast.literal_eval(text)
-            except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
-                value = text  # coerce says what was expected
-        values[name] = coerce(name, value, "command line")
-        typed.add(name)
-    config = Config(**values)
-    check_values(config)
-    config, note = fit(config, processes, typed)
-    check_batches(config, processes)
-    if os.environ.get("RANK", "0") == "0":
-        for words in filter(None, (note, without_effect(config, typed))):
-            print(words, flush=True)
-    return config
+        typed[name] = coerce(name, from_text(name, text), "command line")
+    return given, typed
+
+
+def joined(argv, others=()):
+    """The arguments with --key=value for each --key value, and --key=True for a switch that stands alone. others: keys that are
+    not in Config."""
+    out, rest = [], list(argv)
+    while rest:
+        arg = rest.pop(0)
+        name, eq, _ = arg[2:].partition("=")
+        name = name.replace("-", "_")
+        if not arg.startswith("--") or name not in FIELDS and name not in others:
+            out.append(arg)
+            continue
+        if not eq:
+            follows = rest[0] if rest and not rest[0].startswith("--") else None
+            if name in FIELDS and is_switch(name):
+                choices = [*TRUE, *FALSE, *(c.lower() for c in FIELDS[name].metadata["choices"] or ())]
+                value = rest.pop(0) if follows and follows.lower() in choices else "True"
+            elif follows is None:
+                out.append(f"--{name}")  # which is said where it is read
+                continue
+            else:
+                value = rest.pop(0)
+            out.append(f"--{name}={value}")
+        else:
+            out.append(f"--{name}={arg.partition('=')[2]}")
+    return out
+
+
+def is_switch(name):
+    """Whether --key alone means True."""
+    return FIELDS[name].type in (bool, "bool") or "True" in (FIELDS[name].metadata["choices"] or ())
+
+
+def from_text(name, text):
+    """What was typed, as coerce() takes it. What is no such thing stays text: coerce says what was expected."""
+    kind, choices, word = FIELDS[name].type, FIELDS[name].metadata["choices"], text.strip().lower()
+    if kind in (bool, "bool") or choices and "True" in choices:
+        if word in TRUE + FALSE:
+            return word in TRUE
+    if kind in (str, "str"):
+        word = OTHER_WORDS.get(name, {}).get(word, word)
+        return next((c for c in choices or () if c.lower() == word), text)
+    if kind in (int, "int") and word[-1:] in ("k", "m", "b"):
+        try:
+            return schedule.parse_count(word[:-1] + {"k": "k", "m": "M", "b": "B"}[word[-1]])
+        except ValueError:
+            return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return text
+
+
+# -- a run that goes on
+
+def known_run(given, typed):
+    """The run folder whose settings this command starts from, or None: the one that is named, the one that is resumed, or the
+    one that is branched from."""
+    if typed.get("out_dir") == "":
+        del typed["out_dir"]
+    if given and os.path.isdir(given[0]):
+        wrong = [f"--{key}={typed[key]}" for key in ("out_dir", "branch_from") if key in typed]
+        wrong += ["--resume=False"] if typed.get("resume") == "False" else []
+        if wrong:
+            raise ConfigError(f"{given[0]} is a run to go on with, which {wrong[0]} contradicts: leave one out; a new run from "
+                              f"its checkpoint is python train.py --branch_from={given[0]}")
+        if not os.path.isfile(os.path.join(given[0], "config.json")):
+            raise ConfigError(f"{given[0]} is a folder without config.json, so no run of train.py: give a config file or a run "
+                              "folder")
+        typed |= {"out_dir": itself(given[0]), "resume": "True"}
+        return typed["out_dir"]
+    if given:
+        return None
+    out_dir, resume = typed.get("out_dir"), typed.get("resume", "False")
+    if out_dir and resume != "False" and holds_settings(out_dir):
+        return out_dir
+    source = typed.get("branch_from")
+    return source if source and holds_settings(source) else None
+
+
+def itself(folder):
+    """The folder behind a link such as out/latest."""
+    folder = folder.rstrip("/") or folder
+    return os.path.normpath(os.path.join(os.path.dirname(folder), os.readlink(folder))) if os.path.islink(folder) else folder
+
+
+def holds_settings(folder):
+    """Whether a run has begun there: settings and a checkpoint."""
+    return os.path.isfile(os.path.join(folder, "config.json")) and any(
+        re.fullmatch(r"ckpt(\.\d+)?\.pt", name) for name in os.listdir(folder))
+
+
+def of_pretrained(values, typed):
+    """What init_from says about the model. Typed keys must agree with it."""
+    source = typed.get("init_from", values["init_from"])
+    if source == "scratch":
+        typed["init_from"] = source = ""
+    if not source:
+        return {}
+    if source == "resume":
+        raise ConfigError("init_from='resume': go on with a run by python train.py out/run, or --resume=True")
+    from trainer import huggingface  # it needs this module
+    shape, positions = huggingface.settings(source)
+    wrong = [key for key in shape if key in typed and typed[key] != shape[key]]
+    if wrong:
+        raise ConfigError(f"{wrong[0]}={typed[wrong[0]]!r}: init_from={source!r} has {shape[wrong[0]]!r}: leave it out")
+    if typed.get("block_size", values["block_size"]) > positions:
+        raise ConfigError(f"block_size={typed.get('block_size', values['block_size'])}: init_from={source!r} knows {positions} "
+                          f"positions: take at most {positions}")
+    return shape
+
+
+def of_run(folder, typed, branches):
+    """The settings with which a run goes on or branches. A longer run ends its schedules where they ended, so that all before
+    is as it was."""
+    old = read_run(folder)
+    values = vars(old) | {key: FIELDS[key].default for key in HERE_ONLY}
+    if branches:
+        return values | {"branch_from": ""}
+    if typed.get("max_tokens", 0) > old.max_tokens:
+        values |= {key: getattr(old, key) or old.max_tokens for key in ("decay_tokens", "batch_tokens")}
+    return values
+
+
+def read_run(folder):
+    """The Config of a run folder."""
+    path = os.path.join(folder, "config.json")
+    try:
+        with open(path, encoding="utf-8") as f:
+            values = json.load(f)["config"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        raise ConfigError(f"{folder}: no readable config.json there: is it a run of train.py?") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{folder}: no readable config.json there: is it a run of train.py?")
+    return Config(**{k: coerce(k, v, path) for k, v in values.items() if k in FIELDS})
+
+
+def run_name(base, changed):
+    """A folder's name from that of the config and {key: value} on top of it. What only says where or how to run is left out."""
+    name, parts = base, [f"-{key}={name_part(value)}" for key, value in changed.items()
+                         if FIELDS[key].metadata["change"] != FREE]
+    for part in parts:
+        if len(name + part) > NAME_LENGTH:
+            return name + "-more"
+        name += part
+    return name
+
+
+def name_part(value):
+    if isinstance(value, str):
+        value = os.path.basename(value.rstrip("/"))
+    elif isinstance(value, float):
+        value = f"{value:g}"
+    elif isinstance(value, tuple):
+        value = ",".join(map(str, value))
+    elif isinstance(value, int) and not isinstance(value, bool):
+        value = next((f"{value // size}{letter}" for letter, size in reversed(schedule.SUFFIXES.items())
+                      if value and value % size == 0), value)
+    return re.sub(r"[^A-Za-z0-9._+,-]", "_", str(value))
+
+
+def shorten(c, typed):
+    """(config, words or None): a run that was made shorter than its warm-up gets a warm-up of a twentieth."""
+    if "max_tokens" not in typed or "warmup_tokens" in typed or c.warmup_tokens < c.max_tokens:
+        return c, None
+    fits = c.max_tokens // 20
+    words = f"warmup_tokens={c.warmup_tokens} is taken as {fits}: a twentieth of a run of {c.max_tokens} tokens"
+    return dataclasses.replace(c, warmup_tokens=fits), words
 
 
 def without_effect(c, typed):
@@ -380,6 +609,15 @@ def free_keys(branch=False):
     return {name for name, f in FIELDS.items() if f.metadata["change"] == FREE or branch and f.metadata["change"] == BRANCH}
 
 
+COMMANDS = {
+    "--eval": "the validation loss of a run's newest checkpoint: python train.py out/run --eval. Changes nothing",
+    "--plan": "parameters, memory, steps and time before a run",
+    "--plan --devices=1": "with --plan: on so many devices",
+    "--plan --kind='A100'": "with --plan: of this kind (V100, A100, A100-40G, A6000, L4, RTX4090, L40S, H100, H200, B200)",
+    "--plan --mfu=0.35": "with --plan: the share of the device's peak that the run is presumed to reach",
+}
+
+
 def help_text():
     lines = [__doc__.strip(), "", "Keys. A run keeps each value for good, unless it says otherwise:"]
     for name, f in FIELDS.items():
@@ -387,6 +625,9 @@ def help_text():
         choices = f" [{' | '.join(f.metadata['choices'])}]" if f.metadata["choices"] else ""
         change = CHANGE_WORDS[f.metadata["change"]]
         lines.append(f"  --{name}={default}{choices} {change}".rstrip() + f"\n        {f.metadata['why']}")
+    lines += ["", "Instead of training:"]
+    for option, why in COMMANDS.items():
+        lines.append(f"  {option}\n        {why}")
     return "\n".join(lines)
 
 

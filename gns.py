@@ -175,6 +175,20 @@ class Calibration:
         spread = z * math.sqrt(max(sum(slope[i] * cov[i][j] * slope[j] for i in range(4) for j in range(4)), 0.0))
         return mean[0] / mean[1] / (mean[2] / mean[3]), spread
 
+    def steps_to_go(self, level=0.95, most=1000):
+        """A guess at the exact steps still needed until there is a factor, from the spread of those so far; None where they do
+        not tell. 0 where there is one."""
+        if self.held:
+            return 0
+        n = self.averages.effective_updates
+        if self.averages.quantile(level) is None:
+            return max(1, 3 - self.averages.updates)
+        mean, cov = self.averages.means(), self.averages.covariance()
+        if min(mean) <= 0:
+            return None
+        spread = max(math.sqrt(max(cov[i][i], 0.0) * n) / m for i, m in enumerate(mean))  # of one step, over the mean
+        return next((max(1, math.ceil(k - n)) for k in range(2, most) if student_t(level, k - 1) * spread < math.sqrt(k)), None)
+
     def factor(self):
         """(factor, low, high), or None while it has never been determined."""
         if self.held is None:

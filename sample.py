@@ -3,6 +3,9 @@ Text from a checkpoint.
 
     python sample.py out/quickstart
     python sample.py out/gpt_111m --prompt="The right batch size" --tokens=200 --temperature=0.8 --seed=1
+    python sample.py out/quickstart --newest
+
+It takes the checkpoint with the lowest validation loss, ckpt.best.pt, and says so; --newest takes the last one.
 """
 
 import argparse
@@ -22,12 +25,16 @@ from model import GPT, GPTConfig
 from trainer import checkpoint, hardware
 
 
-def load_model(out_dir, device):
-    """(model, tokenizer name) of a run folder."""
-    saved = checkpoint.load(out_dir, device)
+def load_model(out_dir, device, best=False):
+    """(model, tokenizer name) of a run folder, from its newest checkpoint or the one with the lowest validation loss."""
+    saved = checkpoint.load_best(out_dir, device) if best else checkpoint.load(out_dir, device)
+    return model_of(saved, device), saved["data"]["tokenizer"]
+
+
+def model_of(saved, device):
     model = GPT(GPTConfig.of(saved["config"], saved["vocab_size"])).to(device)
     model.load_state_dict(saved["model"])
-    return model.eval(), saved["data"]["tokenizer"]
+    return model.eval()
 
 
 @torch.no_grad()
@@ -61,6 +68,8 @@ def main(argv=None):
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token each time")
     parser.add_argument("--top_k", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--newest", action="store_true", help="the last checkpoint instead of the one with the lowest "
+                                                              "validation loss")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     args = parser.parse_args(argv)
     configurator.speak_ascii()
@@ -68,8 +77,9 @@ def main(argv=None):
         parser.error("--temperature and --seed must be at least 0, --top_k and --tokens at least 1")
     try:
         device = hardware.pick_device(args.device)
-        model, name = load_model(args.out_dir, device)
-        tokenizer = tokens.get_tokenizer(name)
+        saved = (checkpoint.load if args.newest else checkpoint.load_best)(args.out_dir, device)
+        model, tokenizer = model_of(saved, device), tokens.tokenizer_of(saved["data"])
+        print(f"{saved['path']}: step {saved['state']['step']}", file=sys.stderr)
         ids = torch.tensor([encode(tokenizer, args.prompt or "\n", model.config.vocab_size)], device=device)
     except (ConfigError, tokens.PrepareError, OSError, RuntimeError) as e:
         words = str(e) if isinstance(e, tokens.PrepareError) else configurator.explain(e)

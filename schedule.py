@@ -112,13 +112,13 @@ class Between(Schedule):
 class Linear(Between):
     def at(self, tokens):
         c = self.config
-        return interpolate([(0, c.batch_size_start), (c.max_tokens, c.batch_size)], tokens, self.quantum)
+        return interpolate([(0, c.batch_size_start), (c.batch_tokens or c.max_tokens, c.batch_size)], tokens, self.quantum)
 
 
 class Late(Between):
     def at(self, tokens):
         c = self.config
-        return c.batch_size if tokens >= c.batch_late * c.max_tokens else c.batch_size_start
+        return c.batch_size if tokens >= c.batch_late * (c.batch_tokens or c.max_tokens) else c.batch_size_start
 
 
 class Seesaw(Between):

@@ -3,7 +3,8 @@ Train a GPT and watch its gradient noise scale while it trains.
 
     python train.py                                     # config/quickstart.py: minutes on a laptop
     python train.py config/gpt_111m.py --micro_batch_size=4
-    python train.py config/gpt_111m.py --resume=True    # go on from the checkpoint in out_dir
+    python train.py out/gpt_111m                        # go on with that run; its settings are in its folder
+    python train.py out/gpt_111m --eval                 # its validation loss
     python train.py config/gpt_1_3b.py --plan --devices=8 --kind=A100     # memory, steps and time, before it is run
     torchrun --nproc_per_node=8 train.py config/gpt_1_3b.py --parallel=fsdp
     python train.py --help                              # every key with its default and the reason for it
@@ -17,6 +18,7 @@ learning rate), model.py. B sequences in a step.
 """
 
 import contextlib
+import dataclasses
 import signal
 import sys
 
@@ -30,15 +32,16 @@ import configurator
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
-from trainer import batches, distributed, hardware, lock, log, noise_scale, plan, resume, summary
+from trainer import batches, distributed, hardware, huggingface, log, naming, noise_scale, plan, resume, screen, summary
 from trainer.run import MAX_BAD_STEPS, Run
 from trainer.step import TrainingStep
 
 
-def train(config, ranks, device):
-    """The whole run, the only one in its folder; returns the exit code."""
+def train(config, ranks, device, name=None):
+    """The whole run, the only one in its folder; returns the exit code. `name`: of a run without an out_dir."""
     with contextlib.ExitStack() as held:
-        ranks.guard(lambda: ranks.first and held.enter_context(lock.only_writer(config.out_dir, ConfigError)))
+        folder = ranks.guard(lambda: held.enter_context(naming.held(config, name)) if ranks.first else None)
+        config = dataclasses.replace(config, out_dir=ranks.from_first(lambda: folder))
         return train_locked(config, ranks, device)
 
 
@@ -58,6 +61,8 @@ def train_locked(config, ranks, device):
     parameters = model.parameter_count()  # before it is sharded
     if saved:
         model.load_state_dict(saved.pop("model"))
+    elif config.init_from:
+        ranks.guard(lambda: huggingface.load_into(model, config.init_from))
     if config.parallel == "ddp" or ranks.world == 1:
         model = model.to(device)  # FSDP moves shards, block by block
     step = TrainingStep(model, config, ranks, device, dtype)
@@ -67,9 +72,11 @@ def train_locked(config, ranks, device):
     del saved  # it may be mapped into memory, and holds its file
     if run.over:
         if ranks.first:
-            log.say(summary.finished(run))
+            log.say(screen.wrapped(summary.finished(run), screen.width()))
         return int(ranks.first and log.died(log.read(config.out_dir)))
     run.open(parameters)
+    if ranks.first:
+        naming.point_to(config.out_dir)
     if not run.resumed:
         with run.clock.paused():
             run.evaluated(validation_loss(step, data))
@@ -130,10 +137,24 @@ def train_locked(config, ranks, device):
 
     run.close()
     if ranks.first:
-        words = summary.closing(config) if run.over else summary.stopped(run, stopping)
-        log.say(words)
-        run.out.publish(words if run.over else "")
+        words = summary.last_words(run, stopping)
+        log.say(screen.wrapped(words, screen.width()))
+        run.out.publish(words if run.count.tokens >= config.max_tokens else "")
     return int(run.died) if run.over else 128 + stopping
+
+
+def evaluate(config, ranks, device):
+    """The validation loss of a run's newest checkpoint, printed. Nothing is written."""
+    dtype = hardware.prepare(config, device)
+    data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
+    saved = ranks.guard(lambda: resume.starting_point(config, data, mmap=ranks.world > 1))
+    model = GPT(GPTConfig.of(vars(config), data.vocab_size))
+    model.load_state_dict(saved["model"])
+    model = model if config.parallel == "fsdp" and ranks.world > 1 else model.to(device)
+    loss = validation_loss(TrainingStep(model, config, ranks, device, dtype), data)
+    if ranks.first:
+        log.say(summary.evaluation(config, saved, data, loss))
+    return 0
 
 
 @torch.no_grad()
@@ -165,13 +186,17 @@ def main(argv=None):
     try:
         if "--plan" in argv:
             return plan.main(argv)
-        config = configurator.parse(argv, distributed.world_size())
+        only_eval = "--eval" in argv
+        argv = [a for a in argv if a != "--eval"]
+        config, name = configurator.parse_named([*argv, "--resume=True"] if only_eval else argv, distributed.world_size())
+        if only_eval and name:
+            raise ConfigError("--eval needs a run: python train.py out/run --eval")
         device = hardware.pick_device(config.device)
         ranks = distributed.start(config, device)
         idle = hardware.idle_gpus(device, ranks.world, argv)
         if idle:
             print(idle, flush=True)
-        code = train(config, ranks, device)
+        code = evaluate(config, ranks, device) if only_eval else train(config, ranks, device, name)
         ranks.stop()
         return code
     except Exception as e:

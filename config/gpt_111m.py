@@ -1,6 +1,5 @@
 # The paper's main model and schedule (Gray et al. 2024, arXiv 2411.00999): 111M parameters, 20 tokens each.
 # python data/openwebtext/prepare.py, then python train.py config/gpt_111m.py
-out_dir = "out/gpt_111m"
 dataset = "openwebtext"
 
 n_layer = 10

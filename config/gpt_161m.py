@@ -1,5 +1,4 @@
 # The larger sibling of gpt_111m at the same training FLOPs: 15 heads of 64, so more parameters and fewer tokens.
-out_dir = "out/gpt_161m"
 dataset = "openwebtext"
 
 n_layer = 10

@@ -1,5 +1,4 @@
 # The paper's largest model: 1.3B parameters, which it trained on 8 GPUs.
-out_dir = "out/gpt_1_3b"
 dataset = "openwebtext"
 
 n_layer = 24

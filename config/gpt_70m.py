@@ -1,5 +1,4 @@
 # The smaller sibling of gpt_111m at the same training FLOPs: 9 heads of 64, so fewer parameters and more tokens.
-out_dir = "out/gpt_70m"
 dataset = "openwebtext"
 
 n_layer = 10

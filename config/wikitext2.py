@@ -1,5 +1,4 @@
 # GPT-2's vocabulary on Wikitext-2: small enough for a laptop, real words. Prepare: python data/wikitext/prepare.py
-out_dir = "out/wikitext2"
 dataset = "wikitext-2"
 
 n_layer = 6

@@ -114,7 +114,32 @@ class GPT2Tokenizer:
         return self.bpe.decode(np.asarray(ids).tolist())
 
 
+class CharacterTokenizer:
+    """One id for each character of a list, as nanoGPT's meta.pkl has it."""
+
+    name = "characters"
+
+    def __init__(self, characters):
+        self.characters, self.vocab_size = characters, len(characters)
+        self.ids = {character: i for i, character in enumerate(characters)}
+
+    def encode(self, text: str) -> np.ndarray:
+        unknown = [c for c in text if c not in self.ids]
+        if unknown:
+            known = f"{self.vocab_size} that the model was trained on"
+            raise PrepareError(f"character {unknown[0]!r} is none of the {known}")
+        return np.array([self.ids[c] for c in text], np.int64)
+
+    def decode(self, ids) -> str:
+        return "".join(self.characters[i] for i in ids)
+
+
 TOKENIZERS = {"bytes": ByteTokenizer, "gpt2": GPT2Tokenizer}
+
+
+def tokenizer_of(meta):
+    """The tokenizer of a dataset, from its meta.json or from what a checkpoint holds of that."""
+    return CharacterTokenizer(meta["characters"]) if meta.get("characters") else get_tokenizer(meta["tokenizer"])
 
 
 def get_tokenizer(name):
@@ -382,8 +407,9 @@ class DatasetWriter:
             os.close(descriptor)
 
 
-def build(folder, tokenizer, documents, total_bytes=None, total_documents=None, quiet=False, **about) -> dict:
-    """Tokenise (split, text, ends) items into the dataset `folder` and return its meta. `about` goes into meta.json."""
+def build(folder, tokenizer, documents, total_bytes=None, total_documents=None, quiet=False, files=None, **about):
+    """Tokenise (split, text, ends) items into the dataset `folder` and return its meta. `about` goes into meta.json.
+    files: how many were read, where a file may give a document to each split."""
     progress = Progress(os.path.relpath(folder), total_bytes, total_documents, quiet)
     counts = dict.fromkeys((f"{split}_documents" for split in SPLITS), 0)
     with DatasetWriter(folder, tokenizer) as dataset:
@@ -392,8 +418,13 @@ def build(folder, tokenizer, documents, total_bytes=None, total_documents=None, 
             counts[f"{split}_documents"] += n_documents
             progress.update(n_documents, n_bytes, len(ids))
         meta = dataset.commit(**counts, **about)
-    progress.close(f"{meta['train_tokens']:,} train and {meta['val_tokens']:,} validation tokens ({meta['tokenizer']})")
+    tokens = f"{meta['train_tokens']:,} train and {meta['val_tokens']:,} validation tokens ({meta['tokenizer']})"
+    progress.close(tokens, files)
     return meta
+
+
+def counted(n, thing):
+    return f"{n:,} {thing}{'' if n == 1 else 's'}"
 
 
 def read_meta(folder) -> dict:
@@ -486,19 +517,19 @@ class Progress:
 
     def line(self, seconds):
         megabytes, total = self.bytes / 1e6, self.total_bytes or self.total_documents
-        text = (
-            f"{self.documents:,} documents  {megabytes:,.1f} MB  {self.tokens:,} tokens  {megabytes / seconds:.1f} MB/s"
-        )
+        documents, speed = counted(self.documents, "document"), megabytes / seconds
+        text = f"{documents}  {megabytes:,.1f} MB  {self.tokens:,} tokens  {speed:.1f} MB/s"
         done = (self.bytes if self.total_bytes else self.documents) / total if total else 0
         if 0 < done < 1:
             left = round(seconds / done - seconds)
             text += f"  {done:.0%}  {left // 3600}:{left // 60 % 60:02}:{left % 60:02} left"
         return text
 
-    def close(self, summary):
+    def close(self, summary, documents=None):
+        read = counted(documents or self.documents, "document")
         seconds = max(time.monotonic() - self.start, 1e-9)
         if not self.quiet:
-            self.print(f"{summary} from {self.documents:,} documents, {self.bytes / 1e6:,.1f} MB, in {seconds:.1f} s")
+            self.print(f"{summary} from {read}, {self.bytes / 1e6:,.1f} MB, in {seconds:.1f} s")
 
     def print(self, text, end="\n"):
         start, rest = ("\r", "\x1b[K") if self.terminal else ("", "")

@@ -5,7 +5,6 @@ Runs of train.py, several at a time, each in a folder of its own and continued w
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import queue
 import signal
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import torch
 
 import configurator
-from configurator import Config, ConfigError
+from configurator import ConfigError
 from trainer import checkpoint, hardware, lock, log
 
 TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train.py")
@@ -30,13 +29,7 @@ def arguments(parser):
 
 def read_config(run):
     """The Config of a run folder."""
-    path = os.path.join(run, "config.json")
-    try:
-        with open(path, encoding="utf-8") as f:
-            values = json.load(f)["config"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        raise ConfigError(f"{run}: no readable config.json there: is it a run of train.py?") from None
-    return Config(**{k: configurator.coerce(k, v, path) for k, v in values.items() if k in configurator.FIELDS})
+    return configurator.read_run(run)
 
 
 def run_training(config, alone=True, start=subprocess.Popen, **changes):

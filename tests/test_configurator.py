@@ -9,7 +9,7 @@ import schedule
 from configurator import Config, ConfigError, parse
 from model import GPT, GPTConfig
 from tests.conftest import ROOT
-from trainer import distributed
+from trainer import distributed, plan
 
 CONFIGS = sorted(os.listdir(os.path.join(ROOT, "config")))
 
@@ -53,7 +53,11 @@ def test_numbers_bend_only_where_nothing_is_lost(tmp_path):
     (["--n_layer=2.5"], ["n_layer=2.5", "whole"]),
     (["--max_tokens=1e999"], ["max_tokens", "whole"]),
     (["--learning_rate=1e999"], ["learning_rate", "finite"]),
-    (["--bias=1"], ["bias=1", "True or False"]),
+    (["--bias=maybe"], ["bias='maybe'", "True or False"]),
+    (["--max_tokens=2.0001k"], ["max_tokens='2.0001k'", "whole"]),
+    (["-batch_size=16"], ["-batch_size=16", "--batch_size=16"]),
+    (["batch_size=16"], ["batch_size=16", "--batch_size=16"]),
+    (["--init_from=resume"], ["init_from='resume'", "--resume=True"]),
     (["--cos_attn=x"], ["cos_attn='x'", "tuple"]),
     (["--cos_attn=9"], ["cos_attn=(9,)", "0 to 3"]),
     (["--norm=layernrm"], ["norm='layernrm'", "did you mean layernorm"]),
@@ -97,8 +101,52 @@ def test_a_bad_config_file_fails_as_the_command_line_does(tmp_path, text, words)
         assert word in str(e.value)
 
 
+@pytest.mark.parametrize("args, expected", [
+    (["--max_tokens=200k"], {"max_tokens": 200_000}), (["--max_tokens=2M"], {"max_tokens": 2_000_000}),
+    (["--max_tokens", "1.5B"], {"max_tokens": 1_500_000_000}), (["--max_tokens=1_000_000"], {"max_tokens": 1_000_000}),
+    (["--wandb_log=true"], {"wandb_log": True}), (["--wandb_log=1"], {"wandb_log": True}),
+    (["--wandb_log"], {"wandb_log": True}), (["--wandb_log", "no", "--bias=off"], {"wandb_log": False, "bias": False}),
+    (["--wandb-log", "--seed=1"], {"wandb_log": True}),
+    (["--batch_size", "16"], {"batch_size": 16}), (["--batch-size=16"], {"batch_size": 16}),
+    (["--resume", "auto"], {"resume": "auto"}), (["--resume"], {"resume": "True"}), (["--compile=true"], {"compile": "True"}),
+    (["--compile", "0"], {"compile": "False"}), (["--dtype=bf16"], {"dtype": "bfloat16"}),
+    (["--device=CPU"], {"device": "cpu"}), (["--init_from=scratch"], {"init_from": ""}),
+    (["--cos_attn", "(0,1)"], {"cos_attn": (0, 1)}),
+    (["--learning_rate", "6e-4"], {"learning_rate": 6e-4}),
+    (["--wandb_log", "config/wikitext2.py"], {"wandb_log": True, "dataset": "wikitext-2"}),
+], ids=str)
+def test_values_are_taken_as_people_write_them(args, expected, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = parse(args)
+    assert {key: getattr(config, key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("args, name", [
+    ([], "quickstart"), (["--batch_size=16"], "quickstart-batch_size=16"), (["--batch_size=32"], "quickstart"),
+    (["--max_tokens=200k", "--device=cpu", "--wandb_log"], "quickstart-max_tokens=200k"),
+    (["--dataset=/data/my books/"], "quickstart-dataset=my_books"), (["--cos_attn=(0, 1)"], "quickstart-cos_attn=0,1"),
+    (["config/wikitext2.py", "--learning_rate=2e-3"], "wikitext2-learning_rate=0.002"), (["--out_dir=out/x"], None),
+    (["config/wikitext2.py", "--out_dir=out/x", "--batch_size=16"], None)], ids=str)
+def test_a_run_is_called_after_its_config_and_what_was_changed(args, name, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert configurator.parse_named(args)[1] == name
+
+
+def test_a_run_shorter_than_its_warm_up_gets_a_shorter_one_and_says_so(capsys):
+    c = parse(["--max_tokens=100k"])
+    assert c.warmup_tokens == 5000 and capsys.readouterr().out.startswith("warmup_tokens=125000 is taken as 5000: ")
+    assert parse(["--max_tokens=100k", "--warmup_tokens=0"]).warmup_tokens == 0 and not capsys.readouterr().out
+
+
+def test_long_names_end_between_keys():
+    changed = {key: 1 for key in ("batch_size", "batch_size_start", "max_tokens", "n_layer", "n_head")}
+    assert configurator.run_name("c", changed) == "c-batch_size=1-batch_size_start=1-max_tokens=1-n_layer=1-more"
+
+
 def test_help_lists_every_key_with_default_and_reason():
     text = configurator.help_text()
+    assert all(f"--plan --{option}" in text for option in plan.OPTIONS) and all(kind in text for kind in plan.KINDS)
+    assert "--eval" in text
     for f in dataclasses.fields(Config):
         assert f"--{f.name}={f.default!r}" in text and f.metadata["why"] in text
 
@@ -112,11 +160,11 @@ def test_every_key_says_whether_it_may_change():
 
 def test_what_is_computed_stays_and_where_it_is_computed_may_change():
     resume, branch = configurator.free_keys(), configurator.free_keys(branch=True)
-    assert resume == {"out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log", "wandb_project",
-                      "wandb_run_name", "wandb_entity", "wandb_group", "wandb_tags", "wandb_notes", "wandb_job_type",
-                      "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval",
+    assert resume == {"verbose", "out_dir", "device", "compile", "activation_checkpointing", "resume", "wandb_log",
+                      "wandb_project", "wandb_run_name", "wandb_entity", "wandb_group", "wandb_tags", "wandb_notes",
+                      "wandb_job_type", "parallel", "micro_batch_size", "eval_tokens", "eval_iters", "log_interval",
                       "checkpoint_tokens", "keep_checkpoints", "stop_tokens", "branch_from", "grad_stats", "deterministic"}
-    assert branch - resume == {
+    assert branch - resume == {"batch_tokens",
         "seed", "batch_size", "batch_schedule", "batch_size_start", "batch_steps", "batch_file", "batch_gns_factor",
         "batch_gns_margin", "batch_gns_dwell_tokens", "batch_shrink", "max_tokens", "warmup_tokens", "decay_tokens",
         "learning_rate", "min_lr", "lr_decay", "lr_scaling", "lr_reference_batch", "beta2", "beta2_scaling", "weight_decay",
@@ -133,7 +181,7 @@ def test_every_range_is_checked_from_the_file_too(tmp_path):
     assert len(checked) == 33
     for name in checked:
         with pytest.raises(ConfigError, match=f"^{name}="):
-            parse_file(tmp_path, f"{name} = {'' if name == 'out_dir' else -1!r}")
+            parse_file(tmp_path, f"{name} = -1")
 
 
 @pytest.mark.parametrize("name", CONFIGS)

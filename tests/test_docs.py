@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import configurator
-from results import render
+from results import render, transcripts
 from tests.conftest import ROOT
 from trainer import plan
 
@@ -58,7 +58,7 @@ def missing_from(words):
     script = next(i for i, word in enumerate(words) if word.endswith(".py"))
     gone = [w for w in words if w.endswith(".py") and not (ROOT / w).exists()]
     if words[script] == "train.py":
-        known = {*configurator.FIELDS, *plan.OPTIONS, "plan", "help"}
+        known = {*configurator.FIELDS, *plan.OPTIONS, "plan", "help", "eval"}
         gone += [w for w in words[script + 1:] if w.startswith("--") and w[2:].split("=")[0] not in known]
     return gone
 
@@ -96,6 +96,18 @@ def test_a_result_without_a_title_is_refused(tmp_path):
     (tmp_path / "another.json").write_text((ROOT / "results" / "kernel.json").read_text())
     with pytest.raises(SystemExit, match="another"):
         render.load(tmp_path)
+
+
+def test_the_transcripts_say_what_the_commands_say():
+    shown, now = transcripts.stable(transcripts.PAGE.read_text(encoding="utf-8")), transcripts.stable(transcripts.page(True))
+    assert shown == now, "docs/first_ten_minutes.md is stale: python results/transcripts.py"
+    assert sum(line.startswith("$ ") for line in now) > 15 and any(line.startswith("error: ") for line in now)
+
+
+def test_the_transcripts_comparison_leaves_out_numbers_and_the_clock_alone():
+    text = "```\n$ python train.py out/x\nstep 10 | 1.2k tok 5% | loss 2.5 | batch 8 | gns 4 [3, 5] | 0:01 left\nTrained\n```"
+    assert transcripts.stable(text) == transcripts.stable(text.replace("2.5", "3.7").replace("gns 4", "gns 7"))
+    assert transcripts.stable(text) != transcripts.stable(text.replace("batch", "size"))
 
 
 def test_the_readme_has_at_most_12000_bytes():

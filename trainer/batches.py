@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from configurator import ConfigError
-from data import tokens
+from data import nanogpt, tokens
 from trainer import lock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 def find(dataset):
-    """The folder of a dataset: data/<name>, or a path."""
-    folder = dataset if os.path.isdir(dataset) else os.path.join(ROOT, "data", dataset)
-    if os.path.isfile(os.path.join(folder, "meta.json")):
+    """The prepared folder of a dataset."""
+    folder = folder_of(dataset)
+    if is_prepared(folder):
         return folder
     if dataset == "stdlib":
         from data.stdlib import prepare  # embedded: made on the spot, no network
@@ -28,15 +28,28 @@ def find(dataset):
             if not os.path.isfile(os.path.join(folder, "meta.json")):
                 said_as_config_error(prepare.prepare)
         return folder
+    if os.path.isfile(dataset) and not dataset.endswith(".bin"):
+        raise ConfigError(f"dataset={dataset!r} is a file: python data/text/prepare.py {dataset} --out=data/mytext, and then "
+                          "--dataset=mytext")
     script = os.path.join("data", dataset.split("-")[0], "prepare.py")
     how = f"run python {script}" if os.path.isfile(os.path.join(ROOT, script)) else \
         "prepare your own files with python data/text/prepare.py, or take dataset=stdlib"
     raise ConfigError(f"dataset={dataset!r}: no meta.json in {folder}: {how}")
 
 
+def folder_of(dataset):
+    """A path, or a name in data/, beside this program or where the user is."""
+    here = os.path.join("data", dataset)
+    return dataset if os.path.isdir(dataset) else here if is_prepared(here) else os.path.join(ROOT, "data", dataset)
+
+
+def is_prepared(folder):
+    return os.path.isfile(os.path.join(folder, "meta.json")) or nanogpt.is_there(folder)
+
+
 def said_as_config_error(function):
     try:
-        function()
+        return function()
     except tokens.PrepareError as e:
         raise ConfigError(str(e)) from None
 
@@ -47,19 +60,27 @@ class Dataset:
     def __init__(self, dataset, block_size):
         self.folder = find(dataset)
         self.block_size = block_size
+        self.assumed = None  # in words, where there is no meta.json
+        if os.path.isfile(os.path.join(self.folder, "meta.json")):
+            self.meta = self._read_meta(dataset)
+        else:
+            self.meta, self.assumed = said_as_config_error(lambda: nanogpt.describe(self.folder))
+        self.vocab_size, self.dtype = self.meta["vocab_size"], np.dtype(self.meta["dtype"])
+        self.checksum, self.tokenizer = self.meta["train_sha256"], self.meta["tokenizer"]
+        self.counts = {split: self.meta[f"{split}_tokens"] for split in ("train", "val")}
+        self.tokens = {split: self._open(split) for split in ("train", "val")}
+        if not self.assumed:
+            said_as_config_error(lambda: tokens.verify_once(self.folder, self.meta))
+
+    def _read_meta(self, dataset):
         try:
             with open(os.path.join(self.folder, "meta.json"), encoding="utf-8") as f:
-                self.meta = json.load(f)
-            tokens.check_meta(self.meta)
-            self.vocab_size, self.dtype = self.meta["vocab_size"], np.dtype(self.meta["dtype"])
-            self.checksum = self.meta["train_sha256"]
-            self.counts = {split: self.meta[f"{split}_tokens"] for split in ("train", "val")}
-            self.tokenizer = self.meta["tokenizer"]
+                meta = json.load(f)
+            tokens.check_meta(meta)
+            return meta
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
             raise ConfigError(f"dataset={dataset!r}: {self.folder}/meta.json is not readable ({e}): "
                               "prepare the dataset again") from None
-        self.tokens = {split: self._open(split) for split in ("train", "val")}
-        said_as_config_error(lambda: tokens.verify_once(self.folder, self.meta))
 
     def _open(self, split):
         path = os.path.join(self.folder, f"{split}.bin")
@@ -95,7 +116,8 @@ class Dataset:
         index = starts[:, None] + np.arange(self.block_size + 1)
         ids = self.tokens[split][index]
         if int(ids.max()) >= self.vocab_size:
-            raise ConfigError(f"{self.folder}/{split}.bin holds token id {int(ids.max())}, the vocabulary of meta.json "
+            known = "as assumed without a meta.json, " if self.assumed else "of meta.json "
+            raise ConfigError(f"{self.folder}/{split}.bin holds token id {int(ids.max())}, the vocabulary {known}"
                               f"ends at {self.vocab_size - 1}: prepare the dataset again")
         ids = torch.from_numpy(ids.astype(np.int64))
         if torch.device(device).type == "cuda":  # pinned, so that the host goes on while the copy waits its turn on the stream

@@ -164,6 +164,18 @@ def load(out_dir, device="cpu", mmap=False):
     raise ConfigError("; ".join(bad) + also)
 
 
+def load_best(out_dir, device="cpu"):
+    """The checkpoint with the lowest validation loss; the newest where there is none."""
+    best = os.path.join(out_dir, BEST)
+    if not os.path.exists(best):
+        return load(out_dir, device)
+    try:
+        return {**read(best, device, False), "path": best}
+    except ConfigError as e:
+        tell(f"{e}. Taking the newest instead")
+        return load(out_dir, device)
+
+
 def read(path, device, mmap):
     found = trouble(path)
     if found:
@@ -218,15 +230,31 @@ def tell(text):
         print(text, file=sys.stderr, flush=True)
 
 
+def differing(old, config, branch=False):
+    """Keys in which a resume, or a branch, of a run with the settings `old` would compute something else. A run may become
+    longer, as long as its schedules end where they ended."""
+    new = dataclasses.asdict(config)
+    free = configurator.free_keys(branch) - set(() if branch else schedule.fixed_on_resume(config))
+    keys = {k for k in new if k not in free and k in old and _plain(old[k]) != _plain(new[k])}
+    ends = ("decay_tokens", "batch_tokens")
+    if not branch and config.max_tokens > old["max_tokens"] and all(new[k] == (old.get(k) or old["max_tokens"]) for k in ends):
+        keys -= {"max_tokens", *ends}
+    return [k for k in new if k in keys]
+
+
 def check_same_run(state, config, checksum, branch=False):
     """A resume that would compute something else says which key differs; a branch may change more."""
-    old, new = state["config"], dataclasses.asdict(config)
-    free = configurator.free_keys(branch) - set(() if branch else schedule.fixed_on_resume(config))
-    differ = [k for k in new if k not in free and k in old and _plain(old[k]) != _plain(new[k])]
-    what = "branch" if branch else "resume"
+    old, what = state["config"], "branch" if branch else "resume"
+    differ = differing(old, config, branch)
     if differ:
-        listed = ", ".join(f"{k} is {new[k]!r}, the checkpoint has {old[k]!r}" for k in differ)
-        raise ConfigError(f"{what}: {listed}; give the old value, or start a new out_dir")
+        listed = ", ".join(f"{k} is {getattr(config, k)!r}, the checkpoint has {old[k]!r}" for k in differ)
+        other = "start a new out_dir"
+        if differ == ["max_tokens"] and config.max_tokens > old["max_tokens"]:
+            other = f"make it longer with python train.py {config.out_dir} --max_tokens={config.max_tokens}"
+        elif not branch and set(differ) <= configurator.free_keys(branch=True):
+            typed = " ".join(f"--{k}={getattr(config, k)}" for k in differ)
+            other = f"start a new run from this one's checkpoint with python train.py --branch_from={config.out_dir} {typed}"
+        raise ConfigError(f"{what}: {listed}; give the old value, or {other}")
     if state["data_checksum"] != checksum:
         raise ConfigError(f"{what}: dataset={config.dataset!r} has other contents than the checkpoint's (its train.bin was "
                           "prepared anew): restore it, or start a new out_dir")

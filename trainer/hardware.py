@@ -10,6 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import threading
 import time
 import warnings
 
@@ -127,14 +128,13 @@ def prepare_cpu():
         libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
 
 
-def matmul_ceiling(device, dtype, seconds=0.3, clock=time.perf_counter):
+def matmul_ceiling(device, dtype, seconds=0.1, clock=time.perf_counter):
     """FLOP/s of a square matrix product, the best of a fraction of a second: what 100% MFU means on this machine."""
-    n = 1024 if device == "cpu" else 4096
     if device == "cpu":
-        a, b = (torch.ones(n, n, device=device, dtype=dtype) for _ in range(2))  # not randn: the run's RNG stays untouched
-    else:  # a GPU draws less power for ones, and clocks higher, than for data; a generator of its own leaves the run's alone
-        random = torch.Generator(device).manual_seed(0)
-        a, b = (torch.randn(n, n, device=device, generator=random).to(dtype) for _ in range(2))
+        return cpu_ceiling(dtype, seconds)
+    n = 4096  # a GPU draws less power for ones, and clocks higher, than for data; a generator of its own leaves the run's alone
+    random = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(n, n, device=device, generator=random).to(dtype) for _ in range(2))
     best, stop = math.inf, clock() + seconds
     while clock() < stop or best == math.inf:
         synchronize(device)
@@ -143,6 +143,33 @@ def matmul_ceiling(device, dtype, seconds=0.3, clock=time.perf_counter):
         synchronize(device)
         best = min(best, clock() - start)
     return 2 * n**3 / best
+
+
+def cpu_ceiling(dtype, seconds, n=1024):
+    """The sum over as many threads as torch has, each with products of its own, in the CPU time of that thread: what another
+    process takes of the cores at that moment does not count."""
+    threads, found = torch.get_num_threads(), []
+    together = threading.Barrier(threads)
+
+    def measure():
+        torch.set_num_threads(1)  # of this thread
+        a, b = (torch.ones(n, n, dtype=dtype) for _ in range(2))  # not randn: the run's RNG stays untouched
+        a @ b
+        together.wait()
+        times, stop = [], time.perf_counter() + seconds
+        while len(times) < 3 or time.perf_counter() < stop:
+            start = time.thread_time()
+            a @ b
+            times.append(time.thread_time() - start)
+        found.append(2 * n**3 / min(times))
+
+    workers = [threading.Thread(target=measure) for _ in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    torch.set_num_threads(threads)
+    return sum(found)
 
 
 def total_memory(device):

@@ -12,7 +12,7 @@ import time
 import zlib
 
 from configurator import ConfigError
-from trainer import checkpoint
+from trainer import checkpoint, screen
 
 NAME = "log.jsonl"
 
@@ -119,9 +119,14 @@ class RunLog:
         os.fsync(self.file.fileno())
         return {"size": self.size, "crc": self.crc}
 
+    @property
+    def columns(self):
+        """Of the terminal, which may change while the run goes on."""
+        return screen.width() if self.bar else None
+
     def say(self, text):
         """A line in the terminal, above the progress bar."""
-        say(("\r\033[K" if self.bar else "") + text)
+        say(("\r\033[K" if self.bar else "") + screen.wrapped(text, self.columns))
 
     def event(self, step, tokens, text):
         self.write({"step": step, "tokens": tokens, "event": text})
@@ -146,7 +151,7 @@ class RunLog:
 
 class NoLog:
     """What ranks other than the first write to."""
-    bar = wandb = news = None
+    bar = wandb = news = columns = None
 
     def nothing(self, *_):
         pass
@@ -160,6 +165,10 @@ def count(n):
         if n >= size:
             return f"{n / size:.3g}{letter}" if n / size < 1000 else f"{n / size:.0f}{letter}"
     return f"{n:.0f}" if n == int(n) else f"{n:.3g}"
+
+
+def plural(n, thing):
+    return f"{n} {thing}{'' if n == 1 else 's'}"
 
 
 def duration(seconds):

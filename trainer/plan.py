@@ -10,7 +10,6 @@ real optimizer state and the tensors that autograd really saves); time is FLOPs 
 Letters: P parameters, L layers, C channels, V vocabulary, n = micro-batch x T tokens of one forward pass.
 """
 
-import os
 
 import configurator
 import schedule
@@ -125,9 +124,8 @@ def steps(c, devices):
 def vocabulary(config):
     """(size, where it is known from). A plan needs no data."""
     from trainer import batches
-    folder = config.dataset if os.path.isdir(config.dataset) else os.path.join(batches.ROOT, "data", config.dataset)
-    if os.path.isfile(os.path.join(folder, "meta.json")):
-        return batches.Dataset(config.dataset, config.block_size).vocab_size, "from the dataset's meta.json"
+    if batches.is_prepared(batches.folder_of(config.dataset)):
+        return batches.Dataset(config.dataset, config.block_size).vocab_size, "from the dataset"
     if config.dataset == "stdlib":
         return 256, "bytes"
     return GPT2_VOCABULARY, "GPT-2's, assumed: the dataset is not prepared yet"
@@ -188,7 +186,7 @@ def text(c, devices, kind, mfu):
 def main(argv):
     """argv as for train.py, with --plan and its own options."""
     options, rest = dict(OPTIONS), []
-    for arg in argv:
+    for arg in configurator.joined(argv, OPTIONS):
         name, eq, value = arg.removeprefix("--").partition("=")
         if arg == "--plan":
             continue

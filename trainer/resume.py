@@ -17,11 +17,29 @@ def starting_point(config, data, mmap=False):
         saved = checkpoint.load(config.out_dir, mmap=mmap)
         checkpoint.check_same_run(saved, config, data.checksum)
         return saved
-    logged = os.path.isfile(os.path.join(config.out_dir, log.NAME))
-    if there or (logged and any("train/loss" in row for row in log.read(config.out_dir))):  # else it ended before its start
+    if holds_a_run(config.out_dir):
         raise ConfigError(f"out_dir={config.out_dir!r} already holds a run: continue it with --resume=True, "
                           "give another --out_dir, or remove it first")
     return branch_point(config, data, mmap) if config.branch_from else None
+
+
+def holds_a_run(folder):
+    """Whether there is something to lose: a run that ended before its first step is none."""
+    logged = os.path.isfile(os.path.join(folder, log.NAME))
+    return bool(checkpoint.saved_in(folder)) or logged and any("train/loss" in row for row in log.read(folder))
+
+
+def extension(old, config):
+    """What it means that a resumed run became longer, in words; None if it did not."""
+    if not old or config.max_tokens <= old["max_tokens"]:
+        return None
+    tokens = {key: log.count(getattr(config, key)) for key in ("max_tokens", "decay_tokens")}
+    rate = f"the learning rate has decayed by then and stays at min_lr={config.min_lr:g}"
+    if config.lr_decay == "none":
+        rate = f"the learning rate stays at {config.learning_rate:g}"
+    return (f"the run is longer now: {tokens['max_tokens']} tokens instead of {log.count(old['max_tokens'])}. All before "
+            f"{tokens['decay_tokens']} stays as it was; {rate}. To let it decay over all of the longer run, branch: "
+            f"python train.py --branch_from={config.out_dir} --max_tokens={config.max_tokens}")
 
 
 def branch_point(config, data, mmap):

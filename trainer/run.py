@@ -12,7 +12,7 @@ import torch
 
 from configurator import ConfigError
 from rightbatch.tracker import crossed, named
-from trainer import checkpoint, hardware, log, noise_scale, resume, step_time, summary
+from trainer import busy, checkpoint, hardware, log, noise_scale, resume, step_time, summary
 from trainer.step import to_host
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
@@ -47,7 +47,7 @@ class Run:
         self.must_save, self.saved_step = False, None  # after this step, due or not; the step of the newest checkpoint
         self.val_loss = None  # of the weights as they are
         self.died = self.blown_up = False  # the newest evaluation was not finite; the loss is far too high, which has been said
-        self.saved_facts = {key: saved.get(key) for key in ("log", "path", "arithmetic")} if self.resumed else {}
+        self.saved_facts = {key: saved.get(key) for key in ("log", "path", "arithmetic", "config")} if self.resumed else {}
         ranks.seed(config.seed, 0)
         self.rng_restored = True
         if saved:
@@ -77,9 +77,11 @@ class Run:
             checkpoint.write_json(os.path.join(config.out_dir, "config.json"),
                                   {"config": asdict(config), **hardware.facts(step.device), "processes": ranks.world,
                                    "dtype": str(step.dtype).removeprefix("torch."), "parameters": parameters,
+                                   "norm_layers": self.arithmetic()["norm layers"],
                                    "data": self.data.meta})
             self.out = log.RunLog(config, self.count.step, self.count.wandb_id, self.saved_facts.get("log"))
         self.count.wandb_id = self.out.wandb.id if self.out.wandb else self.count.wandb_id
+        self.cores = busy.Cores(torch.get_num_threads() if step.device == "cpu" and ranks.world == 1 else 1)
         self.ceiling = hardware.matmul_ceiling(step.device, step.dtype) * ranks.world
         for line in summary.opening(self, parameters):
             self.out.say(line)
@@ -91,6 +93,7 @@ class Run:
         if self.branched:
             self.event(f"branched from {config.branch_from} at {self.count.tokens} tokens")
         self.event(self.out.news)
+        self.event(resume.extension(self.saved_facts.get("config"), config))
         self.event(resume.differences(self.saved_facts.get("arithmetic"), self.arithmetic()))
 
     def arithmetic(self):
@@ -98,6 +101,7 @@ class Run:
 
     def close(self):
         self.out.close()
+        self.cores.close()
         for number, handler in self.handlers.items():  # one that reaches a rank late must not end it before the others are done
             signal.signal(number, handler if self.ranks.world == 1 else signal.SIG_IGN)
 
@@ -147,6 +151,9 @@ class Run:
         self.count.step += 1
         self.count.tokens += record.tokens
         self.count.examples += record.batch_size
+        words = self.cores.look()
+        if words:
+            self.out.say(words)
 
     def due(self, every):
         """Whether the newest step ended the run or crossed a multiple of `every` tokens."""
@@ -194,7 +201,9 @@ class Run:
         self.logged = Mark(row["step"], row["tokens"], row["seconds"])
         seconds_per_token = (row["seconds"] - self.opened.seconds) / (row["tokens"] - self.opened.tokens)
         self.out.write(row)
-        self.out.say(summary.describe(row, self.config, max(0, self.end - row["tokens"]) * seconds_per_token))
+        to_go = self.step.tokens_to_calibration(noise_scale.metric(self.config))
+        self.out.say(summary.describe(row, self.config, max(0, self.end - row["tokens"]) * seconds_per_token,
+                                      to_go and to_go * seconds_per_token, self.out.columns))
         self.look_for_blow_up(row["train/loss"])
 
     def look_for_blow_up(self, loss):

@@ -153,6 +153,12 @@ class TrainingStep:
         """The keys of a log line."""
         return self.tracker.row() | scale_row(self.crosscheck_scales) | self.stats.row()
 
+    def tokens_to_calibration(self, metric):
+        """Roughly, until the whole model's noise scale is known; None where nothing tells, or it is."""
+        calibration = self.tracker.calibrations.get("_adam" if metric == "adam" else "")
+        steps = calibration and calibration.steps_to_go()
+        return steps * self.config.gns_calibrate_tokens if steps else None
+
     def state_dict(self):
         state = self.tracker.state_dict()
         state["scales"] |= {name: scale.state_dict() for name, scale in self.crosscheck_scales.items()}

@@ -2,27 +2,36 @@
 What a run says: its opening lines, the line of a logged step, and the closing words, from its log.
 """
 
+import shlex
 import signal
 
 import torch
 
 import ln_kernel
 import schedule
-from trainer import advice, log, noise_scale
+from trainer import advice, log, noise_scale, screen
 
 
 def opening(run, parameters):
     """What is about to be done, and what is not."""
     config, ranks, step, data = run.config, run.ranks, run.step, run.data
     impl, why = ln_kernel.choose_impl(torch.device(step.device))
-    several = f"{ranks.world} processes ({config.parallel}), each " if ranks.world > 1 else ""
-    goes_on = run.resumed or run.branched
-    yield (f"{log.count(parameters)} parameters on {step.device} in {str(step.dtype).removeprefix('torch.')}, "
-           f"{several}{torch.get_num_threads()} threads; matrix products reach {run.ceiling / 1e9:.0f} GFLOP/s; "
-           f"norm layers: {impl} ({why})")
-    yield (f"{data.meta['tokenizer']} tokens of {config.dataset}: {log.count(data.meta['train_tokens'])} to train on, "
-           f"{log.count(data.meta['val_tokens'])} to validate; {'resuming at' if goes_on else 'until'} "
-           f"{log.count(run.count.tokens if goes_on else run.end)} tokens; log and checkpoint in {config.out_dir}")
+    several = f"{ranks.world} processes ({config.parallel}), " if ranks.world > 1 else ""
+    threads = f", {log.plural(torch.get_num_threads(), 'thread')}" if step.device == "cpu" else ""
+    sizes = sorted(set(schedule.kind(config).sizes(config)))
+    batch = f"batch {sizes[0]} to {sizes[-1]}" if len(sizes) > 1 else f"batch {sizes[0]}" if sizes else "batch from batch_file"
+    start = f"resuming at {log.count(run.count.tokens)}, " if run.resumed or run.branched else ""
+    yield (f"model  {config.n_layer} layers of {config.n_embd}, {log.count(parameters)} parameters; "
+           f"{several}{step.device}, {str(step.dtype).removeprefix('torch.')}{threads}")
+    yield (f"data   {config.dataset}, {log.count(data.meta['train_tokens'])} tokens ({data.meta['tokenizer']}) to train on, "
+           f"{log.count(data.meta['val_tokens'])} to validate")
+    yield (f"run    {start}until {log.count(run.end)} tokens, {batch} ({config.batch_schedule}) x {config.block_size} tokens; "
+           f"in {config.out_dir}")
+    if config.verbose:
+        yield (f"norm layers: {impl} ({why}); matrix products reach {run.ceiling / 1e9:.0f} GFLOP/s (100% mfu); lr "
+               f"{config.learning_rate:g}, {config.lr_decay} to {config.min_lr:g}; all settings: {config.out_dir}/config.json")
+    if data.assumed:
+        yield data.assumed
     if not run.rng_restored and config.dropout > 0:
         yield "the checkpoint is from another number of processes: dropout draws anew from here, by seed, step and rank"
     if noise_scale.key(config) and noise_scale.metric(config) != config.gns_metric:
@@ -51,18 +60,24 @@ def diverged(run, steps):
 
 def stopped(run, number):
     return (f"stopped by {signal.Signals(number).name} at step {run.count.step}; "
-            f"checkpoint of step {run.saved_step} in {run.config.out_dir}, --resume=True goes on from there")
+            f"checkpoint of step {run.saved_step}; go on with --resume=True, or python train.py "
+            f"{shlex.quote(run.config.out_dir)}")
 
 
-def describe(row, config, seconds_left):
-    """The line of a logged step."""
-    return (f"step {row['step']:>6} | {log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%} | "
-            f"loss {row['train/loss']:.4f} | batch {row['batch_size']:>3} | {noise_words(row, config):<22} | "
-            f"{log.count(row['tok_per_sec']):>5} tok/s, mfu {row['mfu']:3.0%} | {log.duration(seconds_left)} left"
-            + (f" | {row['bad_steps']} steps skipped, not finite" if row["bad_steps"] else ""))
+def describe(row, config, seconds_left, calibrating=None, columns=None):
+    """The line of a logged step. calibrating: seconds until the noise scale is known, roughly. In a narrow terminal what ranks
+    highest is left out first."""
+    fields = [(2, f"step {row['step']:>6}"),
+              (0, f"{log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%}"),
+              (0, f"loss {row['train/loss']:.4f}"), (0, f"batch {row['batch_size']:>3}"),
+              (0, f"{noise_words(row, config, calibrating):<22}"), (1, f"{log.count(row['tok_per_sec']):>5} tok/s"),
+              (3, f"mfu {row['mfu']:3.0%}"), (0, f"{log.duration(seconds_left)} left")]
+    if row["bad_steps"]:
+        fields.append((0, f"{row['bad_steps']} steps skipped, not finite"))
+    return screen.fitted(fields, columns)
 
 
-def noise_words(row, config):
+def noise_words(row, config, calibrating=None):
     """The noise scale of a row, or why there is none. The norm layers' own is called so: it is not a batch to take."""
     found, own = noise_scale.of(row), noise_scale.read(row, "gns/norm")
     if config.gns == "off":
@@ -71,7 +86,14 @@ def noise_words(row, config):
         return "gns {:.3g} [{:.3g}, {:.3g}]".format(*found)
     if own and not config.gns_calibrate_tokens:
         return "norm layers {:.3g} [{:.3g}, {:.3g}]".format(*own)
-    return "gns calibrating" if own else "gns undetermined"
+    if config.gns == "norm" and not has_factor(row):
+        return "gns calibrating" + (f", ~{log.duration(calibrating)}" if calibrating is not None else "")
+    return "gns undetermined"
+
+
+def has_factor(row):
+    """Whether calibration has come to the factor from the norm layers' noise scale to the whole model's."""
+    return any(row.get(f"gns/calibration{metric}") is not None for metric in ("", "_adam"))
 
 
 def saturation(B, config, before, noise):
@@ -81,7 +103,30 @@ def saturation(B, config, before, noise):
                 f"{noise[2]:.4g}")
 
 
+def evaluation(config, saved, data, loss):
+    """The line of --eval."""
+    state, windows = saved["state"], len(data.val_starts(config.eval_iters))
+    return (f"{saved['path']}: step {state['step']}, {log.count(state['tokens'])} tokens: validation loss {loss:.4f} over "
+            f"{windows} windows of {config.block_size} tokens (eval_iters={config.eval_iters})")
+
+
+def stopped_early(run):
+    """Where stop_tokens ended a run, and how it goes on."""
+    config = run.config
+    return (f"stopped early at {log.count(run.count.tokens)} of {log.count(config.max_tokens)} tokens "
+            f"(stop_tokens={config.stop_tokens}); resume with: python train.py {shlex.quote(config.out_dir)}")
+
+
+def last_words(run, signal_number):
+    if not run.over:
+        return stopped(run, signal_number)
+    early = run.count.tokens < run.config.max_tokens
+    return closing(run.config) + (f"\n{stopped_early(run)}" if early else "")
+
+
 def finished(run):
+    if run.count.tokens < run.config.max_tokens:
+        return stopped_early(run)
     done = f"{run.config.out_dir} is finished: {log.count(run.count.tokens)} tokens in {run.count.step} steps"
     return f"{done}\n{closing(run.config)}"
 
@@ -96,8 +141,8 @@ def closing(config):
     picture = report.draw(config.out_dir)
     lines = ["", result_summary(rows, steps), *advice.right_batch(config.out_dir), *noise_summary(steps, config),
              schedule_summary(rows, steps, config)]
-    lines.append(f"Picture: {picture}    Text: python sample.py {config.out_dir}    "
-                 f"Other batches: python whatif.py {config.out_dir}")
+    lines += [f"Picture: {picture}", f"Text: python sample.py {config.out_dir}",
+              f"Other batches: python whatif.py {config.out_dir}"]
     return "\n".join(lines)
 
 
@@ -119,6 +164,10 @@ def noise_summary(steps, config):
         return ["The norm layers' noise scale is " + ("{:.3g} [{:.3g}, {:.3g}]".format(*own) if own else "undetermined")
                 + ". The whole model's is proportional to it, not equal: gns_calibrate_tokens measures the factor."]
     known = [row for row in steps if noise_scale.of(row) and noise_scale.of(row)[0] > 0]
+    if not known and config.gns == "norm" and not has_factor(steps[-1]):
+        return ["The noise scale is undetermined: the factor from the norm layers to the whole model was still being measured, "
+                f"by one exact step in {config.gns_calibrate_tokens} tokens. A longer run has it, or fewer "
+                "gns_calibrate_tokens."]
     if not known:
         return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
                 "Try a longer gns_half_life_tokens or a larger batch_size."]

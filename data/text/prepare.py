@@ -117,6 +117,7 @@ def prepare(paths, out_dir, tokenizer="bytes", val_fraction=0.05, quiet=False) -
         documents(),
         total_bytes=total,
         quiet=quiet,
+        files=len(files),
         source=f"text: {', '.join(Path(path).name or str(path) for path in paths)}",
         split=split,
     )
