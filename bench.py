@@ -14,6 +14,8 @@
     python bench.py startup         from the command `python train.py` to its first lines
     python bench.py grad_stats      what grad_stats=True costs
     python bench.py watch           what watch costs in Hugging Face's GPT-2 and Llama
+    python bench.py traffic         bytes and launches of a compiled step on a GPU, no GPU needed
+    torchrun --nproc_per_node=2 bench.py overlap   when gradients are ready under DDP, and how much of their transfer is hidden
     python bench.py gpu             the acceptance run of somebody who has a GPU (make gpu, docs/gpu.md)
 
 Variants take turns within each round, so that whatever else the machine does falls on all of them; medians and
@@ -23,7 +25,7 @@ quartiles over rounds. The tables go to the screen, every number to results/<com
 import argparse
 import sys
 
-from benchmarks import attention, data, gpu, grad_stats, kernel, profile, startup, step, triton_compile, watch
+from benchmarks import attention, data, gpu, grad_stats, kernel, overlap, profile, startup, step, traffic, triton_compile, watch
 from configurator import ConfigError, die
 
 # command: what it measures, the file that does; each has arguments(parser) and run(args)
@@ -31,7 +33,9 @@ COMMANDS = {
     "kernel": ("norm kernels against torch's own", kernel),
     "attention": ("the attention kernel on this CPU", attention),
     "triton": ("compile the CUDA kernels and report", triton_compile),
+    "traffic": ("bytes and launches of a compiled step on a GPU", traffic),
     "step": ("whole training steps", step),
+    "overlap": ("when gradients are ready under DDP, and what of their transfer is hidden", overlap),
     "profile": ("a step by its parts, on this CPU", profile),
     "data": ("tokenisation: rate beside tiktoken's own, and memory", data),
     "startup": ("time to the first lines of train.py", startup),

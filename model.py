@@ -54,7 +54,7 @@ class GPTConfig:
 class Tap(NamedTuple):
     """What one site gets to measure with: its rows of the probes and, for an Adam-aware norm, weights per coordinate."""
     probe: torch.Tensor  # (2, B): weight row, bias row; with metrics (4, B), plain rows first
-    weight_metric: torch.Tensor | None = None
+    weight_metric: torch.Tensor | None = None  # of a norm layer that of the bias, too: (2, C), RMSNorm (1, C)
     bias_metric: torch.Tensor | None = None
 
     def weight_rows(self):
@@ -83,12 +83,9 @@ class Norm(nn.Module):
         probe, metric = (None, None) if tap is None else (tap.probe, tap.weight_metric)
         if self.kind == "rmsnorm":
             parameters, probe = (self.weight,), None if tap is None else tap.weight_rows()
-            metric = None if metric is None else metric[None]
             alone, after = ln_kernel.rms_norm, ln_kernel.add_rms_norm
         else:
             parameters = self.weight, self.bias
-            if metric is not None:
-                metric = torch.stack([metric, torch.zeros_like(metric) if tap.bias_metric is None else tap.bias_metric])
             alone, after = ln_kernel.layer_norm, ln_kernel.add_layer_norm
         if branch is None:
             return x, alone(x, *parameters, probe, impl=self.impl, metric=metric)
@@ -192,10 +189,10 @@ class GPT(nn.Module):
         learning = self.training and torch.is_grad_enabled()
         if large and learning and tap is None:
             return None, head_loss.linear_cross_entropy(x, self.lm_head.weight, targets)
+        if large and learning and self.lm_head.weight.requires_grad:
+            return None, head_loss.probed_linear_cross_entropy(x, self.lm_head.weight, targets, tap.probe, tap.weight_metric, link)
         logits = linear(self.lm_head, x, tap, link=link)  # (B, T, V)
         flat, targets = logits.view(B * T, -1), targets.reshape(-1)
-        if large and learning and not torch.compiler.is_compiling():  # which sees no write to its input's memory
-            return None, head_loss.cross_entropy_(flat, targets)
         if large and not torch.is_grad_enabled():
             return logits, head_loss.cross_entropy_in_pieces(flat, targets)
         return logits, F.cross_entropy(flat.float() if flat.dtype != torch.float64 else flat, targets)
@@ -220,11 +217,26 @@ class GPT(nn.Module):
             raise ValueError(f"probes has {probes.shape[0]} sites, expected " + " or ".join(
                 f"{len(names)} ({mode})" for mode, names in self.site_names.items()))
         p = metrics or {}
+        norms = self.norm_metrics(p)
         # unbind: one operation in the backward pass, where indexing would have one per site
         for (layer, local, name), probe in zip(self.site_names[mode], probes.unbind()):
-            tap = Tap(probe, p.get(name + ".weight"), p.get(name + ".bias")) if p else Tap(probe)
+            if name in norms:
+                tap = Tap(probe, norms[name])
+            else:
+                tap = Tap(probe, p.get(name + ".weight"), p.get(name + ".bias")) if p else Tap(probe)
             (outside if layer is None else inside[layer])[local] = tap
         return outside, inside
+
+    def norm_metrics(self, metrics):
+        """{norm layer: its metric, (2, C) or, for RMSNorm, (1, C)}, from one stack of all."""
+        if not metrics:
+            return {}
+        names, rows = [name for _, _, name in self.site_names["norm"]], []
+        for name in names:
+            rows.append(metrics[name + ".weight"])
+            if self.config.norm != "rmsnorm":
+                rows.append(metrics[name + ".bias"] if self.config.bias else torch.zeros_like(rows[-1]))
+        return dict(zip(names, torch.stack(rows).view(len(names), -1, self.config.n_embd).unbind()))
 
     def probe_sites(self, mode="norm"):
         """One (parameter name, group, layer) per first index of `probes`; the bias beside that weight is its row 1.

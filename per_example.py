@@ -186,6 +186,17 @@ def _(g, x, p, idx, method):
 # Linear
 
 
+def linear_gradients(g, x, weight, p, idx, method, needs_x=True, needs_weight=True):
+    """g (B, T, O), x (B, T, C) -> dx, and what weight_grad gives: dW, sq_norms, rows. None for what is not needed."""
+    dx = dW = sq_norms = rows = None
+    if needs_x:
+        dx = g.reshape(-1, g.shape[2]).mm(weight).view(x.shape)
+    if needs_weight:
+        op = weight_grad_op if torch.compiler.is_compiling() else weight_grad
+        dW, sq_norms, rows = op(g, x, p, idx, method)
+    return dx, dW, sq_norms, rows
+
+
 class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, probe, p_weight, p_bias, link_rows, link_idx, method):
@@ -203,16 +214,15 @@ class Linear(torch.autograd.Function):
         x, weight, p_weight, p_bias, link_idx = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        O, C, B = *weight.shape, x.shape[0]
-        g3, x3 = g.reshape(B, -1, O), x.reshape(B, -1, C)  # (B, T, O), (B, T, C)
-        dx = dW = db = rows = None
+        B = x.shape[0]
+        g3, x3 = g.reshape(B, -1, weight.shape[0]), x.reshape(B, -1, weight.shape[1])  # (B, T, O), (B, T, C)
         zero = g.new_zeros(B, dtype=accumulation_dtype(g))
         sq = [zero, zero] if p_weight is None else [zero, zero, zero, zero]
+        dx, dW, sq_weight, rows = linear_gradients(g3, x3, weight, p_weight, link_idx, ctx.method, needs_x, needs_weight)
+        db = None
         if needs_x:
-            dx = g3.reshape(-1, O).mm(weight).view(x.shape).to(x_dtype)
+            dx = dx.view(x.shape).to(x_dtype)
         if needs_weight:
-            op = weight_grad_op if torch.compiler.is_compiling() else weight_grad
-            dW, sq_weight, rows = op(g3, x3, p_weight, link_idx, ctx.method)
             dW = dW.to(weight_dtype)
             sq[0::2] = sq_weight.unbind(0)
         if needs_bias:

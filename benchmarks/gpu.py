@@ -14,6 +14,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import math
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ import sys
 import tempfile
 import time
 import traceback
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -140,10 +142,11 @@ def autograd(s):
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=211)).to(s.device)
     x, y = (torch.randint(211, (3, 32), generator=torch.Generator().manual_seed(i)).to(s.device) for i in (1, 2))
-    for mode in ("norm", "exact"):
+    for mode, large in (("norm", False), ("exact", False), ("exact", True)):   # large: as if the vocabulary were
         sites = model.probe_sites(mode)
         probes = torch.zeros(len(sites), 2, 3, device=s.device, requires_grad=True)
-        model(x, y, probes=probes)[1].backward()
+        with mock.patch.object(head_loss, "WORTH_BYTES", 0 if large else math.inf):
+            model(x, y, probes=probes)[1].backward()
         worst, parameters = 0.0, dict(model.named_parameters())
         for b in range(3):
             model.zero_grad()
@@ -151,14 +154,16 @@ def autograd(s):
             for i, (name, _, _) in enumerate(sites):
                 truth = parameters[name].grad.double().square().sum().item()
                 worst = max(worst, abs(probes.grad[i, 0, b].item() / truth - 1))
-        yield check(f"per-example norms, {mode} mode: largest relative error", worst < 1e-3, error=worst)
+        yield check(f"per-example norms, {mode} mode{', the head of a large vocabulary' if large else ''}: largest relative error",
+                    worst < 1e-3, error=worst)
         model.zero_grad()
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.randn(2, 300, 64, device=s.device, requires_grad=True)
         w = torch.randn(1003, 64, device=s.device, requires_grad=True)
         t = torch.randint(1003, (2, 300), device=s.device)
         with torch.autocast(s.device, dtype, enabled=dtype != torch.float32):
-            own = head_loss.linear_cross_entropy(a, w, t)
+            with mock.patch.object(head_loss, "chunk_bytes", lambda device: 4 * 1003 * 256):   # three chunks
+                own = head_loss.linear_cross_entropy(a, w, t)
             plain = F.cross_entropy(F.linear(a, w).flatten(0, 1).float(), t.flatten())
         truth = F.cross_entropy(F.linear(a.double(), w.double()).flatten(0, 1), t.flatten())
         own, plain, truth = ([loss, *torch.autograd.grad(loss, (a, w))] for loss in (own, plain, truth))
@@ -212,6 +217,15 @@ def bandwidth(s):
                     "copy": half.clone}
         if "True" in s.compile:
             variants["inductor"] = backward(torch.compile(plain), x, branch, w, b)
+        with contextlib.suppress(ImportError):   # it has a backward pass for RMSNorm alone, so ours stands beside
+            from quack.rmsnorm import rmsnorm
+
+            def ours_rms(x, branch, w):
+                with torch.autocast(s.device, torch.bfloat16):
+                    return ln_kernel.add_rms_norm(x, branch, w)
+            variants["ours_rms"] = backward(ours_rms, x, branch, w)
+            variants["quack_rms"] = backward(lambda x, branch, w: rmsnorm(branch, w, residual=x, prenorm=True)[::-1],
+                                             x, branch, w)
         with contextlib.suppress(ImportError):
             from liger_kernel.ops.layer_norm import LigerLayerNormFunction
             variants["liger"] = backward(lambda x, branch, w, b: (x + branch, LigerLayerNormFunction.apply(
@@ -264,9 +278,11 @@ def train_command(s, out, processes=1, **keys):
     own = {**{k: v for k, v in s.training.items() if k != "stop"}, "device": s.device, "out_dir": out, "batch_size_start": 32,
            "warmup_tokens": 0, "stop_tokens": stop, "eval_tokens": 0, "eval_iters": 4, "log_interval": 1,
            "checkpoint_tokens": 0, "batch_schedule": "constant", **keys}
-    launch = [sys.executable] if processes == 1 else [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    return [*launch, tools.TRAIN, *(f"--{k}={v}" for k, v in own.items())]
+    return [*(torchrun(processes) if processes > 1 else [sys.executable]), tools.TRAIN, *(f"--{k}={v}" for k, v in own.items())]
+
+
+def torchrun(processes):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
 
 
 def train(s, out, processes=1, **keys):
@@ -306,7 +322,24 @@ def several(s, processes=None):
             apart = max(abs(a / b - 1) for a, b in zip(one, found, strict=True))
             yield check(f"{n} processes, {parallel}, compile={compile}, checkpointing={recompute}: losses of one process",
                         apart < 1e-3, apart=apart)
+        for compile in s.compile:
+            yield overlapped(s, os.path.join(folder, "overlap.json"), n, compile)
         yield killed(s, os.path.join(folder, "killed"), n)
+
+
+def overlapped(s, out, n, compile):
+    """Gradients must be ready early, or nothing of their transfer can be hidden behind the backward pass."""
+    shape = ",".join(f"{k}={v}" for k, v in s.model.items() if not isinstance(v, tuple))
+    command = [tools.BENCH, "overlap", f"--device={s.device}", f"--model={shape}", f"--micro={s.micro}", f"--rounds={s.rounds}",
+               f"--compile={compile}", f"--out={out}"]
+    done = subprocess.run([*torchrun(n), *command], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"bench.py overlap ended with {done.returncode}: {done.stderr[-500:]}")
+    with open(out) as f:
+        found = json.load(f)
+    numbers = {k: found[k] for k in ("first_ready", "half_ready", "hidden", "compute_ms", "communicating_ms", "transfer_ms")}
+    return check(f"{n} processes, DDP, compile={compile}: half of the gradient is ready before the last tenth of the backward pass",
+                 found["half_ready"] < 0.9, **numbers)
 
 
 def killed(s, out, n):

@@ -12,8 +12,10 @@ so the forward pass goes over the rows in chunks: logits, losses, the gradient w
 the chunk's share of the gradients of x and weight. Backward only multiplies those by the gradient that arrives, which
 brings 1 / accumulation.
 
-Where the head is a probed site (exact mode, per_example.linear), its backward pass needs the logits' gradient example by
-example, so there `cross_entropy_` does the second half alone: the gradient takes the logits' place, which are held once.
+Where the head is a probed site (exact mode), its backward pass needs the logits' gradient example by example, as
+per_example.linear does. So there the logits are made whole, and their gradient takes their place: they are held once.
+
+    loss = head_loss.probed_linear_cross_entropy(x, weight, targets, probe)      # with the results of per_example.linear
 
 N rows (B x T tokens), C channels, V vocabulary.
 """
@@ -22,12 +24,13 @@ import torch
 import torch.nn.functional as F
 
 import ln_kernel
+import per_example
 
 # Rows whose logits fill this many bytes make a chunk. Each chunk packs the weight anew and adds to its gradient: in chunks of
 # 32, 64 and 128 MiB instead of one of 206 MB the head of gpt_111m took 1.17, 1.10 and 1.05 times as long on two CPU cores.
 CHUNK_BYTES = 256 * 2**20
-# On a GPU each product should fill the device: a chunk is this share of its memory, 1.25 GiB of 80.
-CUDA_CHUNK_SHARE = 1 / 64
+# On a GPU each product should fill the device, and each launch counts: a chunk is this share of its memory, 2.5 GiB of 80.
+CUDA_CHUNK_SHARE = 1 / 32
 # Softmax goes over pieces that stay in the caches between its passes. On a GPU a piece is a kernel launch: a whole chunk.
 PIECE_BYTES = {"cpu": 4 * 2**20}
 # With fewer bytes of logits memory does not matter, and callers get their logits.
@@ -48,9 +51,9 @@ def chunk_bytes(device):
     return max(CHUNK_BYTES, int(torch.cuda.get_device_properties(device).total_memory * CUDA_CHUNK_SHARE))
 
 
-def rows_per_chunk(n_rows, vocab_size, size=None):
+def rows_per_chunk(n_rows, vocab_size, size=None, itemsize=4):
     """Chunks of nearly equal size."""
-    chunks = -(-n_rows * vocab_size * 4 // (size or CHUNK_BYTES))
+    chunks = -(-n_rows * vocab_size * itemsize // (size or CHUNK_BYTES))
     return max(1, -(-n_rows // chunks))
 
 
@@ -66,41 +69,39 @@ def wide_dtype(tensor):
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def softmax_minus_onehot_(logits, targets):
-    """Overwrite logits (n, V) with softmax - onehot, in their dtype; return the n losses, in float32."""
+def softmax_minus_onehot_(logits, targets, losses):
+    """Overwrite logits (n, V) with softmax - onehot, in their dtype, and losses (n,), in float32. Both are zero where targets
+    say IGNORE."""
     if logits.is_cuda and logits.dtype != torch.float64 and ln_kernel.choose_impl("cuda")[0] == "triton":
         from trainer import head_triton
-        return head_triton.softmax_minus_onehot_(logits, targets)
+        return head_triton.softmax_minus_onehot_(logits, targets, losses)
     n, V = logits.shape
     rows = max(1, PIECE_BYTES.get(logits.device.type, CHUNK_BYTES) // (4 * V))
-    losses = logits.new_empty(n, dtype=wide_dtype(logits))
+    keep = (targets != IGNORE)[:, None]
     for i in range(0, n, rows):
-        piece, target = logits[i:i + rows], targets[i:i + rows, None]
+        piece, kept = logits[i:i + rows], keep[i:i + rows]
+        target = targets[i:i + rows, None].masked_fill(~kept, 0)
         e = piece if piece.dtype == losses.dtype else piece.to(losses.dtype)
         top, own = e.amax(1, keepdim=True), e.gather(1, target)
         total = e.sub_(top).exp_().sum(1, keepdim=True)
-        losses[i:i + rows] = (top + total.log() - own)[:, 0]
-        e.mul_(total.reciprocal()).scatter_add_(1, target, e.new_full((len(e), 1), -1.0))
+        losses[i:i + rows] = (top + total.log() - own).masked_fill_(~kept, 0)[:, 0]
+        e.mul_(total.reciprocal() * kept).scatter_add_(1, target, -kept.to(e.dtype))
         if e is not piece:
             piece.copy_(e)
-    return losses
 
 
 def forward_and_gradients(x, weight, targets):
-    """x (N, C), weight (V, C) in the dtype of the products, targets (N,) -> mean loss, number of tokens in that mean, and the
-    gradients of the *sum* of losses: of x in its dtype, of weight in float32."""
+    """x (N, C), weight (V, C) in the dtype of the products, targets (N,) -> losses (N,), and the gradients of their *sum*: of x
+    in its dtype, of weight in float32."""
     (N, C), V, wide = x.shape, weight.shape[0], wide_dtype(x)
-    keep = targets != IGNORE
-    targets = targets.masked_fill(~keep, 0)
-    rows = min(N, rows_per_chunk(N, V, chunk_bytes(x.device)))
+    rows = min(N, rows_per_chunk(N, V, chunk_bytes(x.device), x.element_size() if x.is_cuda else 4))
     buffer = x.new_empty(rows, padded(V))[:, :V]
     dx, dW, losses = torch.empty_like(x), x.new_empty(V, C, dtype=wide), x.new_empty(N, dtype=wide)
     for i in range(0, N, rows):
-        part, logits, kept = x[i:i + rows], buffer[:min(rows, N - i)], keep[i:i + rows, None]
+        part, logits = x[i:i + rows], buffer[:min(rows, N - i)]
         torch.mm(part, weight.t(), out=logits)
-        losses[i:i + rows] = softmax_minus_onehot_(logits, targets[i:i + rows])
+        softmax_minus_onehot_(logits, targets[i:i + rows], losses[i:i + rows])
         torch.mm(logits, weight, out=dx[i:i + rows])
-        part = part * kept  # ignored rows leave the weight's gradient here, and that of x below
         if wide != x.dtype and x.is_cuda:  # summed in float32 inside the product, and added up there
             dW = torch.mm(logits.t(), part, out_dtype=wide) if i == 0 else torch.addmm(dW, logits.t(), part, out_dtype=wide)
         elif wide != x.dtype:
@@ -110,22 +111,26 @@ def forward_and_gradients(x, weight, targets):
             torch.mm(logits.t(), part, out=dW)
         else:
             dW.addmm_(logits.t(), part)
-    dx.mul_(keep[:, None])
-    n_kept = keep.sum().to(wide)
-    return torch.where(keep, losses, 0).sum() / n_kept, n_kept, dx, dW
+    return losses, dx, dW
 
 
 # One opaque operation for torch.compile: tracing would unroll the chunks and take their one buffer apart.
 @torch.library.custom_op("rightbatch::head_loss", mutates_args=())
 def forward_and_gradients_op(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
-                             ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+                             ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return forward_and_gradients(x, weight, targets)
 
 
 @forward_and_gradients_op.register_fake
 def _(x, weight, targets):
-    scalar = x.new_empty((), dtype=wide_dtype(x))
-    return scalar, torch.empty_like(scalar), torch.empty_like(x), weight.new_empty(weight.shape, dtype=wide_dtype(x))
+    wide = wide_dtype(x)
+    return x.new_empty(len(x), dtype=wide), torch.empty_like(x), weight.new_empty(weight.shape, dtype=wide)
+
+
+def mean_of(losses, targets):
+    """The mean over the tokens that count, and their number."""
+    n_kept = (targets != IGNORE).sum().to(losses.dtype)
+    return losses.sum() / n_kept, n_kept
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -137,7 +142,8 @@ class LinearCrossEntropy(torch.autograd.Function):
             x, weight = x.to(dtype), weight.to(dtype)
         op = forward_and_gradients_op if torch.compiler.is_compiling() else forward_and_gradients
         with torch.autocast(x.device.type, enabled=False):
-            loss, n_kept, dx, dW = op(x, weight, targets)
+            losses, dx, dW = op(x, weight, targets)
+        loss, n_kept = mean_of(losses, targets)
         ctx.save_for_backward(n_kept, dx, dW)
         return loss
 
@@ -157,25 +163,74 @@ def linear_cross_entropy(x, weight, targets):
     return LinearCrossEntropy.apply(x.reshape(-1, x.shape[-1]), weight, targets.reshape(-1))
 
 
-class CrossEntropy_(torch.autograd.Function):
+def row_length(vocab_size, device):
+    """Of whole logits. Unaligned rows, such as GPT-2's 50,257 bf16 numbers, keep a GPU's products from their wide loads."""
+    return padded(vocab_size) if device.type == "cuda" else vocab_size
+
+
+def losses_and_difference(x, weight, targets):
+    """x (N, C), weight (V, C), targets (N,) -> losses (N,), softmax - onehot (N, V)."""
+    V, length = len(weight), row_length(len(weight), x.device)
+    if length > V:
+        logits = x.new_empty(len(x), length)[:, :V]
+        torch.mm(x, weight.t(), out=logits)
+    else:
+        logits = F.linear(x, weight)
+    losses = x.new_empty(len(x), dtype=wide_dtype(x))
+    softmax_minus_onehot_(logits, targets, losses)
+    return losses, logits
+
+
+# Opaque to torch.compile, which would keep the logits beside their gradient.
+@torch.library.custom_op("rightbatch::head_difference", mutates_args=())
+def losses_and_difference_op(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor
+                             ) -> tuple[torch.Tensor, torch.Tensor]:
+    return losses_and_difference(x, weight, targets)
+
+
+@losses_and_difference_op.register_fake
+def _(x, weight, targets):
+    V = len(weight)
+    return x.new_empty(len(x), dtype=wide_dtype(x)), x.new_empty(len(x), row_length(V, x.device))[:, :V]
+
+
+class ProbedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, targets):
-        keep = targets != IGNORE
-        losses = softmax_minus_onehot_(logits, targets.masked_fill(~keep, 0))
-        n_kept = keep.sum().to(losses.dtype)
-        ctx.save_for_backward(logits.detach(), keep, n_kept)
-        return torch.where(keep, losses, 0).sum() / n_kept
+    def forward(ctx, x, weight, targets, probe, p, link_rows, link_idx, method):
+        ctx.dtypes, ctx.method = (x.dtype, weight.dtype), method
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(x.device.type)
+            x, weight = x.to(dtype), weight.to(dtype)
+        op = losses_and_difference_op if torch.compiler.is_compiling() else losses_and_difference
+        with torch.autocast(x.device.type, enabled=False):
+            losses, difference = op(x.flatten(0, 1), weight, targets.flatten())
+        loss, n_kept = mean_of(losses, targets)
+        ctx.save_for_backward(x, weight, n_kept, difference, p, link_idx)
+        return loss
 
     @staticmethod
     def backward(ctx, g):
-        difference, keep, n_kept = ctx.saved_tensors
-        return difference.mul_(((g / n_kept) * keep)[:, None].to(difference.dtype)), None
+        x, weight, n_kept, difference, p, link_idx = ctx.saved_tensors
+        x_dtype, weight_dtype = ctx.dtypes
+        scale = g / n_kept
+        late = x.is_cuda or torch.compiler.is_compiling()  # all results are proportional to it: no pass over the logits
+        if not late:
+            difference.mul_(scale.to(difference.dtype))
+        dx, dW, sq, rows = per_example.linear_gradients(difference.view(*x.shape[:2], -1), x, weight, p, link_idx, ctx.method)
+        if late:
+            dx, dW, sq = dx * scale, dW * scale, sq * scale.square()
+        rows = None if not ctx.needs_input_grad[5] else rows * scale if late else rows
+        sq = torch.stack([row for own in sq for row in (own, torch.zeros_like(own))])  # each followed by that of no bias
+        return dx.to(x_dtype), dW.to(weight_dtype), None, sq, None, rows, None, None
 
 
-def cross_entropy_(logits, targets):
-    """F.cross_entropy(logits.float(), targets) that uses up its logits (N, V): their gradient takes their place. For logits
-    that nobody looks at afterwards, the backward pass of the operation that made them included."""
-    return CrossEntropy_.apply(logits, targets)
+def probed_linear_cross_entropy(x, weight, targets, probe, metric=None, link=None):
+    """linear_cross_entropy whose probe gets what per_example.linear gives: x (B, T, C), targets (B, T), probe (2, B), or
+    (4, B) with a metric (V, C); link from per_example.embedding(..., tied=True). The weight must not be frozen."""
+    per_example.check_probe("probed_linear_cross_entropy", probe, 2 if metric is None else 4, len(x))
+    method = "simultaneous" if metric is not None else per_example.cheaper_method(*x.shape[1:], len(weight))
+    rows, idx = (None, None) if link is None else link
+    return ProbedLinearCrossEntropy.apply(x, weight, targets, probe, metric, rows, idx, method)
 
 
 def cross_entropy_in_pieces(logits, targets):

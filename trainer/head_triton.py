@@ -16,7 +16,8 @@ def cross_entropy_kernel(logits, targets, losses, stride, V, BLOCK: tl.constexpr
     row = tl.program_id(0).to(tl.int64)
     at = logits + row * stride
     target = tl.load(targets + row)
-    own = tl.load(at + target).to(tl.float32)
+    kept = target >= 0                       # head_loss.IGNORE is below
+    own = tl.load(at + target, mask=kept, other=0.0).to(tl.float32)
     top = tl.full([BLOCK], -float("inf"), tl.float32)   # largest logit so far, and the sum of exp(logit - top): one per lane
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
@@ -28,18 +29,16 @@ def cross_entropy_kernel(logits, targets, losses, stride, V, BLOCK: tl.constexpr
         top = above
     whole = tl.max(top, 0)
     total = tl.sum(total * tl.exp(top - whole), 0)
-    tl.store(losses + row, whole + tl.log(total) - own)
+    tl.store(losses + row, tl.where(kept, whole + tl.log(total) - own, 0.0))
     tl.debug_barrier()   # own is read before another thread overwrites it
     for start in range(0, V, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         e = tl.load(at + cols, mask=cols < V, other=-float("inf")).to(tl.float32)
         softmax = tl.exp(e - whole) / total - tl.where(cols == target, 1.0, 0.0)
-        tl.store(at + cols, softmax.to(logits.dtype.element_ty), mask=cols < V)
+        tl.store(at + cols, tl.where(kept, softmax, 0.0).to(logits.dtype.element_ty), mask=cols < V)
 
 
-def softmax_minus_onehot_(logits, targets):
-    """Overwrites logits (n, V); returns the n losses in float32."""
-    losses = logits.new_empty(len(logits), dtype=torch.float32)
+def softmax_minus_onehot_(logits, targets, losses):
+    """Overwrites logits (n, V) and losses (n,), in float32."""
     with torch.cuda.device_of(logits):
         cross_entropy_kernel[(len(logits),)](logits, targets.contiguous(), losses, logits.stride(0), logits.shape[1], **OPTIONS)
-    return losses

@@ -122,9 +122,9 @@ def backward_kernel(dy, x, w, stats, means, dtotal, dx, dbranch, partials,   # p
 
 
 @triton.jit
-def finish_kernel(partials, metric, grad, sq,            # metric, grad (kinds, C); sq (tiles, rows of the probe, B) or None
-                  B, C, parts, SITES: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr):
-    tile, kind, kinds = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+def finish_kernel(partials, metric, grad, sq,            # metric, grad (KINDS, C); sq (tiles, rows of the probe, B) or None
+                  B, C, parts, KINDS: tl.constexpr, SITES: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr):
+    tile, kind = tl.program_id(0), tl.program_id(1)
     cols = tile * TILE + tl.arange(0, TILE)
     mask = cols < C
     total = tl.zeros([TILE], tl.float32)
@@ -133,7 +133,7 @@ def finish_kernel(partials, metric, grad, sq,            # metric, grad (kinds, 
         c = tl.zeros([TILE], tl.float32)
         for start in range(0, parts, PARTS):
             part = (start + tl.arange(0, PARTS))[:, None]
-            at = ((b * parts + part).to(tl.int64) * kinds + kind) * C + cols[None, :]
+            at = ((b * parts + part).to(tl.int64) * KINDS + kind) * C + cols[None, :]
             c += tl.sum(tl.load(partials + at, mask=(part < parts) & mask[None, :], other=0.0), 0)
         total += c
         if sq is not None:
@@ -141,6 +141,9 @@ def finish_kernel(partials, metric, grad, sq,            # metric, grad (kinds, 
             if metric is not None:
                 p = tl.load(metric + kind * C + cols, mask=mask, other=0.0)
                 tl.store(sq + (tile * PLANES + SITES + kind) * B + b, tl.sum(c * c * p, 0))
+            if KINDS < SITES:   # a LayerNorm without a bias: the probe has rows for it, which are zero
+                for plane in tl.static_range(KINDS, PLANES, SITES):
+                    tl.store(sq + (tile * PLANES + plane) * B + b, 0.0)
     tl.store(grad + kind * C + cols, total.to(grad.dtype.element_ty), mask=mask)
 
 
@@ -171,8 +174,8 @@ def add_backward(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, b
     dx, partials = torch.empty_like(x), x.new_empty((B, parts, kinds, C), dtype=torch.float32)
     dbranch = torch.empty_like(x, dtype=branch_dtype) if branch_dtype not in (None, x.dtype) else None
     grad, sq = weight.new_empty((kinds, C)), None
-    if tracked:   # zeros: a LayerNorm without a bias has rows for it all the same
-        sq = stats.new_zeros((-(-C // FINISH["TILE"]), sites * (1 if metric is None else 2), B))
+    if tracked:
+        sq = stats.new_empty((-(-C // FINISH["TILE"]), sites * (1 if metric is None else 2), B))
     if metric is not None:
         metric = metric[:kinds].float().contiguous()
     with torch.cuda.device_of(x):
@@ -182,7 +185,8 @@ def add_backward(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, b
             means_kernel[(rows,)](dy, x, weight, stats, means, rows, C, RMS=rms, **options)
         backward_kernel[(B * parts, tiles)](dy, x, weight, stats, means, dtotal, dx, dbranch, partials, rows, rows // B, C,
                                             parts, RMS=rms, BIAS=has_bias, **options)
-        finish_kernel[(-(-C // FINISH["TILE"]), kinds)](partials, metric, grad, sq, B, C, parts, SITES=sites, **FINISH)
+        finish_kernel[(-(-C // FINISH["TILE"]), kinds)](partials, metric, grad, sq, B, C, parts, KINDS=kinds, SITES=sites,
+                                                        **FINISH)
     dbranch = dx if branch_dtype == x.dtype else dbranch
     return dx, dbranch, grad[0], grad[1] if has_bias else None, sq.sum(0) if tracked else None
 
