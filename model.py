@@ -190,7 +190,8 @@ class GPT(nn.Module):
         if large and learning and tap is None:
             return None, head_loss.linear_cross_entropy(x, self.lm_head.weight, targets)
         if large and learning and self.lm_head.weight.requires_grad:
-            return None, head_loss.probed_linear_cross_entropy(x, self.lm_head.weight, targets, tap.probe, tap.weight_metric, link)
+            return None, head_loss.probed_linear_cross_entropy(x, self.lm_head.weight, targets, tap.probe, tap.weight_metric,
+                                                               link)
         logits = linear(self.lm_head, x, tap, link=link)  # (B, T, V)
         flat, targets = logits.view(B * T, -1), targets.reshape(-1)
         if large and not torch.is_grad_enabled():

@@ -150,7 +150,8 @@ def pretended(compiling=False):
         for name, value in dict(_initialized=True, is_available=lambda: True, current_device=lambda: 0, device_count=lambda: 1,
                                 is_bf16_supported=lambda *_, **__: True, Event=Event, synchronize=lambda *_: None,
                                 get_device_properties=lambda *_: A100, device_of=lambda t: contextlib.nullcontext(),
-                                get_device_capability=lambda *_: (A100.major, A100.minor), _get_device_properties=lambda *_: A100,
+                                get_device_capability=lambda *_: (A100.major, A100.minor),
+                                _get_device_properties=lambda *_: A100, default_generators=(torch.default_generator,),
                                 _exchange_device=lambda i: 0, _maybe_exchange_device=lambda i: 0,
                                 get_rng_state=lambda *_: torch.zeros(16, dtype=torch.uint8), set_rng_state=lambda *_: None,
                                 get_device_name=lambda *_: "a GPU that is not there").items():
@@ -162,6 +163,9 @@ def pretended(compiling=False):
             for name in [n for n in vars(module) if n.endswith("_kernel")]:
                 put(module, name, Kernel(getattr(module, name), launches))
         stack.enter_context(FakeTensorMode())
-        if not compiling:
+        if compiling:   # the state of a generator that is not there cannot be part of a graph
+            from torch._functorch import config
+            stack.enter_context(config.patch(graphsafe_rng_functionalization=False))
+        else:
             stack.enter_context(NoHostSync())
         yield launches

@@ -3,11 +3,12 @@ bench.py traffic: bytes that a compiled training step moves through a GPU's memo
 
     python bench.py traffic
 
-The step is compiled by Inductor for a CUDA device that is not there (fake_cuda.py). Of the kernels that it generates we count what
-it counts itself: each buffer that a kernel reads or writes, once. Our own kernels are opaque to it, so they are called on tensors
-without memory, and what they are launched with is counted. The same model with torch's LayerNorm and cross entropy stands beside.
+The step is compiled by Inductor for a CUDA device that is not there (fake_cuda.py). Of the kernels that it generates we count
+what it counts itself: each buffer that a kernel reads or writes, once. Our own kernels are opaque to it. So they are called on
+tensors without memory, and what they are launched with is counted. The same model with torch's LayerNorm and cross entropy
+stands beside.
 
-fwd, bwd: forward and backward pass; clipping and update are the same in all. B examples, T tokens each, C channels, V vocabulary.
+fwd, bwd: forward and backward pass; clipping and update are the same in all.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ VARIANTS = {
     "exact": dict(mode="exact"), "exact + adam": dict(mode="exact", adam=True)}
 PASSES = {("cross_entropy_kernel", "logits"): 3}   # read, read and written; every other argument is moved once
 NO_KERNEL = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "detach", "alias", "lift_fresh")
+FILLED = ("new_zeros", "zeros_like", "new_ones", "ones_like", "new_full", "full_like")
 
 
 def arguments(parser):
@@ -56,8 +58,8 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and not func.is_view and func.overloadpacket.__name__ not in NO_KERNEL:
-            factory = func.overloadpacket.__name__ in ("new_zeros", "zeros_like", "new_ones", "ones_like", "new_full", "full_like")
-            leaves = tree_leaves(out if factory else (args, kwargs, out))
+            filled = func.overloadpacket.__name__ in FILLED   # with a constant: it looks at its argument's dtype alone
+            leaves = tree_leaves(out if filled else (args, kwargs, out))
             own = {id(t): t for t in leaves if isinstance(t, torch.Tensor)}
             self.kernels.append((func.overloadpacket.__name__, sum(map(size, own.values()))))
         return out
@@ -157,7 +159,9 @@ def step_kernels(shape, micro, mode=None, adam=False, norm_impl="auto", plain_he
     with contextlib.ExitStack() as stack:
         launches = stack.enter_context(fake_cuda.pretended(compiling=True))
         stack.enter_context(fake_cuda.triton_driver(80))
-        stack.enter_context(inductor_config.patch(fx_graph_cache=False, shape_padding=False, joint_graph_constant_folding=False))
+        # what would ask the device: caches, a race between products with and without padding, constants, patterns of attention
+        stack.enter_context(inductor_config.patch(fx_graph_cache=False, shape_padding=False,
+                                                  joint_graph_constant_folding=False))
         stack.enter_context(functorch_config.patch(enable_autograd_cache=False, force_non_lazy_backward_lowering=True))
         stack.enter_context(mock.patch("torch._inductor.fx_passes.joint_graph.lazy_init", lambda device: None))
         stack.enter_context(mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", flash))

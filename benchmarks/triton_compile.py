@@ -2,36 +2,28 @@
 bench.py triton: compile the CUDA kernels for GPUs that are not here, and report registers, spills, barriers and traffic.
 
     python bench.py triton
+
+The kernels get the arguments of a real launch, on a CUDA device that is not there (fake_cuda.py), through Triton's own binder.
 """
 
 import itertools
+import math
 import re
 import subprocess
+import sys
 import tempfile
 
-from benchmarks.tools import write_json
+import torch
 
-A100 = 108   # multiprocessors, for the table of programs
-DTYPES = [("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp32")]   # of x and dy (y); the second is what autocast gives
+from benchmarks import fake_cuda, traffic
+from benchmarks.tools import BENCH, write_json
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+PAIRS = [("bf16", "bf16"), ("fp32", "bf16"), ("fp32", "fp32")]   # of x and dy (y); the second is what autocast gives
 
 
 def arguments(parser):
     parser.add_argument("--out", default="results/triton.json")
-
-
-def compiled_kernel(kernel_fn, types, constants, arch, num_warps):
-    """The compiled kernel, as a launch would get it for pointers and C divisible by 16."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    names = kernel_fn.arg_names
-    aligned = [i for i, n in enumerate(names) if n not in constants and (types[n].startswith("*") or n == "C")]
-    source = triton.compiler.ASTSource(
-        fn=kernel_fn,
-        signature={n: "constexpr" if n in constants else types[n] for n in names},
-        constexprs={(names.index(n),): v for n, v in constants.items()},
-        attrs={(i,): [["tt.divisibility", 16]] for i in aligned})
-    return triton.compile(source, target=GPUTarget("cuda", arch, 32),
-                          options={"num_warps": num_warps, "enable_fp_fusion": True})
 
 
 def resources(compiled):
@@ -62,62 +54,74 @@ def bytes_per_channel(text, block, num_warps):
     return total / block
 
 
+def residual_norm(B, T, C, dtype, out_dtype):
+    """Launches of a norm layer in the residual stream, forward and backward, its norms in a metric, too."""
+    from rightbatch.kernels import ln_triton
+    with fake_cuda.pretended() as launches:
+        x, y = (torch.empty(B, T, C, device="cuda", dtype=d) for d in (dtype, out_dtype))
+        w, metric = torch.empty(C, device="cuda"), torch.empty(2, C, device="cuda")
+        _, _, stats = ln_triton.add_forward(x, y, w, w, 1e-5, False, out_dtype)
+        ln_triton.add_backward(x, y, x, w, stats, metric, False, True, True, out_dtype)
+    return {launched.name.removesuffix("_kernel"): launched for launched in launches}
+
+
 def inspect(name, dtype, out_dtype, arch, C):
     """A kernel with the addition of a branch, as the residual stream launches it."""
-    from rightbatch.kernels import ln_triton
-    fn = getattr(ln_triton, f"{name}_kernel")
-    tiled = C > ln_triton.WHOLE_ROW and name != "forward"
-    launch = ln_triton.launch(ln_triton.TILE if tiled else C)
-    types = {n: "i32" for n in fn.arg_names} | {n: f"*{dtype}" for n in ("x", "total", "dtotal", "dx")}
-    types |= {n: f"*{out_dtype}" for n in ("y", "dy", "branch", "dbranch")}
-    types |= {n: "*fp32" for n in ("w", "b", "stats", "means", "partials")} | {"eps": "fp32"}
-    constants = {"RMS": False, "BIAS": True, "BLOCK": launch["BLOCK"]}
-    if name == "backward":
-        constants |= ({} if tiled else {"means": None}) | ({"dbranch": None} if dtype == out_dtype else {})
-    compiled = compiled_kernel(fn, types, {n: v for n, v in constants.items() if n in fn.arg_names}, arch, launch["num_warps"])
+    launched = residual_norm(8, 2048, C, DTYPES[dtype], DTYPES[out_dtype])[name]
+    compiled = fake_cuda.compiled(launched, arch)
     registers, spilled = resources(compiled)
-    text = inner_loop(compiled)
-    return {"kernel": name, "x": dtype, "dy": out_dtype, "C": C, "sm": arch, "num_warps": launch["num_warps"],
+    text, warps, block = inner_loop(compiled), launched.named["num_warps"], launched.named.get("BLOCK")
+    return {"kernel": name, "x": dtype, "dy": out_dtype, "C": C, "sm": arch, "num_warps": warps,
             "registers": registers, "spill_bytes": spilled,
             "barriers_per_row": len(re.findall(r"\bbar\.sync\b|\bbarrier\.sync\b", text)),
-            "bytes_per_channel_and_row": bytes_per_channel(text, launch["BLOCK"], launch["num_warps"])}
+            "bytes_per_channel_and_row": bytes_per_channel(text, block, warps) if block else 0.0}   # finish has no rows
 
 
 def inspect_head(dtype, arch):
     """The head's cross entropy. Its first loop reads a logit, its second reads and writes it."""
-    from trainer import head_triton
-    fn, options = head_triton.cross_entropy_kernel, head_triton.OPTIONS
-    types = {"logits": f"*{dtype}", "targets": "*i64", "losses": "*fp32", "stride": "i32", "V": "i32"}
-    compiled = compiled_kernel(fn, types, {"BLOCK": options["BLOCK"]}, arch, options["num_warps"])
-    registers, spilled = resources(compiled)
-    return {"dtype": dtype, "sm": arch, "num_warps": options["num_warps"], "registers": registers, "spill_bytes": spilled}
+    from trainer import head_loss, head_triton
+    with fake_cuda.pretended() as launches:
+        logits = torch.empty(64, head_loss.padded(50257), device="cuda", dtype=DTYPES[dtype])[:, :50257]
+        targets = torch.empty(64, device="cuda", dtype=torch.int64)
+        head_triton.softmax_minus_onehot_(logits, targets, torch.empty(64, device="cuda"))
+    registers, spilled = resources(fake_cuda.compiled(launches[0], arch))
+    return {"dtype": dtype, "sm": arch, "num_warps": launches[0].named["num_warps"], "registers": registers,
+            "spill_bytes": spilled}
 
 
 def programs(B, C, T=2048):
-    """Programs and launches of a backward pass with a bias on an A100."""
+    """Programs and launches of a backward pass with a bias, in a metric, on an A100, from the launches themselves."""
     from rightbatch.kernels import ln_triton
-    parts, tiles, _ = ln_triton.plan(B, T, C, A100)
-    finish = 2 * -(-C // ln_triton.FINISH["TILE"])
-    return {"B": B, "T": T, "C": C, "programs": B * parts * tiles, "rows_per_program": T // parts, "finish_programs": finish,
-            "launches": 3 + (tiles > 1)}   # backward, finish, the sum of the tiles' norms; the means of rows that are cut
+    with fake_cuda.pretended() as launches:
+        x, w = torch.empty(B, T, C, device="cuda"), torch.empty(C, device="cuda")
+        stats, metric = torch.empty(2, B * T, device="cuda"), torch.empty(2, C, device="cuda")
+        given = x, x, x, w, stats, metric, False, True, True, torch.bfloat16
+        kernels = traffic.own_kernels(ln_triton.add_backward, given, launches)
+    by_name = {launched.name: math.prod(launched.grid) for launched in launches}
+    parts = launches[-1].arguments["parts"]
+    return {"B": B, "T": T, "C": C, "programs": by_name["backward_kernel"], "rows_per_program": T // parts,
+            "finish_programs": by_name["finish_kernel"], "launches": len(kernels)}
 
 
 def run(args):
+    if not fake_cuda.here():
+        return fake_cuda.inside(BENCH, *sys.argv[1:])
     rows, head = [], []
-    for dtype, arch in itertools.product(("bf16", "fp32"), (80, 90, 100)):
+    for dtype, arch in itertools.product(DTYPES, (80, 90, 100)):
         head.append(inspect_head(dtype, arch))
         print("cross entropy: " + ", ".join(f"{k} {v}" for k, v in head[-1].items()), flush=True)
     print("Traffic includes weight (and bias): 4 (8) bytes that stay in the caches from row to row.")
     print("{:10}{:6}{:6}{:>6}{:>4}{:>6}{:>10}{:>12}{:>9}{:>18}".format(
         "kernel", "x", "dy", "C", "sm", "warps", "registers", "spill bytes", "barriers", "bytes/channel/row"))
-    for name, (x, dy), arch, C in itertools.product(("forward", "means", "backward"), DTYPES, (80, 90, 100),
+    for name, (x, dy), arch, C in itertools.product(("forward", "means", "backward", "finish"), PAIRS, (80, 90, 100),
                                                     (768, 2048, 4096, 8192, 16384)):
-        if name == "means" and C <= 4096:
+        if name == "means" and C <= 4096 or name == "finish" and (x, dy) != PAIRS[0]:
             continue
         rows.append(inspect(name, x, dy, arch, C))
         print("{:10}{:6}{:6}{:6}{:4}{:6}{:10}{:12}{:9}{:18.1f}".format(*rows[-1].values()), flush=True)
     grids = [programs(B, C) for B, C in itertools.product((1, 2, 4, 8, 32), (768, 1024, 2048, 4096, 8192))]
-    print(f"\nBackward on {A100} multiprocessors:")
+    print(f"\nBackward on {fake_cuda.A100.multi_processor_count} multiprocessors:")
     for row in grids:
         print(", ".join(f"{k} {v}" for k, v in row.items()))
-    write_json(args.out, {"kernels": rows, "multiprocessors": A100, "backward": grids, "cross_entropy": head})
+    write_json(args.out, {"multiprocessors": fake_cuda.A100.multi_processor_count, "kernels": rows, "backward": grids,
+                          "cross_entropy": head})

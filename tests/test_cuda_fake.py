@@ -1,5 +1,6 @@
 """Whole training steps on a CUDA device that is not there (fake_cuda.py): what a first run on a GPU would trip over."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -7,9 +8,9 @@ import sys
 import pytest
 import torch
 
+from benchmarks import fake_cuda, traffic, triton_compile
 from configurator import Config
 from model import GPT, GPTConfig
-from benchmarks import fake_cuda
 from tests.conftest import ROOT
 from trainer import head_loss
 from trainer.distributed import Ranks
@@ -38,7 +39,7 @@ def test_steps_on_a_fake_cuda_device(tmp_path):
 def whole_steps(dtype=torch.bfloat16, steps=2, accum=2, **settings):
     """(launches, step) after that many steps: the second has Adam's metric."""
     config = Config(**{**SHAPE, "micro_batch_size": 2, "gns_calibrate_tokens": 0, "compile": "False", **settings})
-    with fake_cuda.pretended() as launches:
+    with fake_cuda.pretended(compiling=config.compile == "True") as launches:
         with torch.device("cuda"):
             model = GPT(GPTConfig.of(vars(config), 127))
         step = TrainingStep(model, config, Ranks(device="cuda"), "cuda", dtype)
@@ -79,7 +80,7 @@ def test_the_residual_stream_is_added_inside_the_norm_kernels():
 @pytest.mark.parametrize("gns", ["norm", "exact"])
 def test_the_head_over_a_large_vocabulary_asks_the_host_for_nothing(gns, monkeypatch):
     monkeypatch.setattr(head_loss, "WORTH_BYTES", 0)
-    monkeypatch.setattr(head_loss, "chunk_bytes", lambda device: 4 * 127 * 10)
+    monkeypatch.setattr(head_loss, "chunk_bytes", lambda device: 2 * 127 * 10)
     launches, step = whole_steps(gns=gns)
     own = [launch.arguments for launch in launches if launch.name == "cross_entropy_kernel"]
     chunks = 4 if gns == "norm" else 1
@@ -94,3 +95,84 @@ def test_a_copy_to_the_host_is_noticed():
                      lambda: torch.empty(3).copy_(x)):
             with pytest.raises((AssertionError, RuntimeError)):
                 sync()
+
+
+# ---- torch.compile
+
+@inside
+@pytest.mark.parametrize("settings", [
+    dict(gns="norm"), dict(gns="exact"), dict(gns="norm", norm="rmsnorm", bias=False),
+    dict(activation_checkpointing="block", dropout=0.1)], ids=str)
+def test_steps_with_probes_compile_as_one_graph_each(settings, monkeypatch):
+    """Both kinds of step, without and with Adam's metric, over a vocabulary that is large."""
+    from torch._dynamo.utils import counters
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, fullgraph=True, backend="aot_eager"))
+    monkeypatch.setattr(head_loss, "WORTH_BYTES", 0)
+    torch._dynamo.reset()
+    counters.clear()
+    whole_steps(compile="True", **settings)
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+@inside
+def test_a_compiled_step_moves_no_more_bytes_in_no_more_kernels_than_with_torchs_norm_and_cross_entropy():
+    """What Inductor generates, and ours. The same head in the middle, so that neither hides behind the other."""
+    found = {name: traffic.step_kernels(traffic.SHAPE, 8, **traffic.VARIANTS[name])
+             for name in ("torch", "torch's norm, our head", "norm + adam")}
+    plain, head, ours = (traffic.totals(steps) for steps in found.values())
+    assert ours["gigabytes"] < head["gigabytes"] < plain["gigabytes"]
+    assert ours["launches"] <= plain["launches"]
+    logits = 8 * 2048 * 50257
+    own = [(name, size) for part in found["norm + adam"].values() for name, size in part["own"]]
+    assert [size // logits for name, size in own if name == "cross_entropy_kernel"] == [6]   # bytes a logit
+
+
+# ---- Triton's binder and compiler, with the arguments of real launches
+
+def distinct(launches):
+    """One of each kind of launch: kernel, dtypes, what is there, options."""
+    def kind(launch):
+        seen = {name: str(value.dtype) if isinstance(value, torch.Tensor) else value is None
+                for name, value in launch.arguments.items()}
+        return launch.name, str(seen), str(launch.named)
+    return list({kind(launch): launch for launch in launches}.values())
+
+
+@inside
+def test_every_kernel_of_a_step_compiles_without_spills(monkeypatch):
+    """As autocast really calls them: a float32 residual stream, bf16 linears, and the metric of the second step."""
+    monkeypatch.setattr(head_loss, "WORTH_BYTES", 0)
+    launches = distinct(whole_steps(gns="norm", n_embd=768, n_head=12, accum=1)[0])
+    names = {"forward_kernel", "backward_kernel", "finish_kernel", "cross_entropy_kernel"}
+    assert {launch.name for launch in launches} == names
+    backward = [launch.arguments for launch in launches if launch.name == "backward_kernel"]
+    assert {(a["x"].dtype, a["dy"].dtype) for a in backward} == {(torch.float32, torch.bfloat16)}
+    for launch in launches:
+        assert triton_compile.resources(fake_cuda.compiled(launch, 80))[1] == 0, launch.name
+
+
+@inside
+@pytest.mark.parametrize("arch, C, x, dy, bytes_moved", [
+    (80, 768, "bf16", "bf16", 6 + 2), (80, 4096, "fp32", "bf16", 10 + 6), (90, 768, "fp32", "bf16", 10 + 6),
+    (100, 4096, "fp32", "bf16", 10 + 6), (90, 16384, "fp32", "bf16", 10 + 6), (100, 16384, "fp32", "fp32", 12 + 4)])
+def test_the_backward_kernel_spills_nothing_moves_every_byte_once_and_needs_the_registers_it_was_planned_with(
+        C, arch, x, dy, bytes_moved):
+    from rightbatch.kernels import ln_triton
+    report = triton_compile.inspect("backward", x, dy, arch, C)
+    assert report["spill_bytes"] == 0 and report["barriers_per_row"] <= 5 and report["registers"] <= ln_triton.REGISTERS
+    # x, dy and the sum's gradient in; dx out, and the branch's gradient where it has another dtype. And w, from the cache.
+    assert report["bytes_per_channel_and_row"] == bytes_moved + 4
+
+
+@inside
+@pytest.mark.parametrize("name, arch", [("forward", 90), ("means", 90), ("finish", 100)])
+def test_the_other_norm_kernels_spill_nothing_on_long_rows(name, arch):
+    assert triton_compile.inspect(name, "fp32", "bf16", arch, 16384)["spill_bytes"] == 0
+
+
+@inside
+def test_a_backward_pass_is_three_launches():
+    """The kernel, the sums of its parts, the sum of its tiles' norms. Nothing is filled with zeros before."""
+    assert triton_compile.programs(1, 768) == {"B": 1, "T": 2048, "C": 768, "programs": 256, "rows_per_program": 8,
+                                               "finish_programs": 48, "launches": 3}
+    assert triton_compile.programs(8, 8192)["launches"] == 4   # rows that are cut: their means before

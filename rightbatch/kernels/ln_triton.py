@@ -22,6 +22,7 @@ import triton.language as tl
 MIN_ROWS = 8        # of a part: its sums are 8 bytes per channel, against 8 to 16 per channel and row
 WHOLE_ROW = 4096    # channels: beyond, dweight, dbias, x, dy and the sum's gradient do not fit into a program's registers
 TILE = 2048         # channels of a program where a row is cut
+REGISTERS = 80      # of a thread of the backward pass: with fewer some spill, and with more fewer programs are resident
 FINISH = {"PARTS": 64, "TILE": 32, "num_warps": 4}   # sums of so many parts and channels at a time
 
 
@@ -217,8 +218,8 @@ def launch(C):
 def plan(B, T, C, multiprocessors):
     """(parts of an example, tiles of a row, launch options) of the backward pass: one wave of programs."""
     tiles = 1 if C <= WHOLE_ROW else -(-C // TILE)
-    options = launch(C if tiles == 1 else TILE)
-    resident = max(1, 32 // options["num_warps"])   # per multiprocessor, at 64 registers per thread
+    options = launch(C) | {"maxnreg": REGISTERS} if tiles == 1 else launch(TILE)   # which stays below without being told
+    resident = max(1, 65536 // (REGISTERS * 32 * options["num_warps"]))   # registers of a multiprocessor
     return max(1, min(T // MIN_ROWS, multiprocessors * resident // (B * tiles))), tiles, options
 
 
