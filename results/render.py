@@ -41,6 +41,7 @@ RESULTS = {
         "attention": "Attention kernel against torch's",
         "step_cost": "What a step costs: predicted from one run, against runs at other batches",
         "triton": "Triton kernels, compiled only",
+        "traffic": "Bytes and kernels of a compiled step on a GPU, counted only",
         "step_against_111m": "Against nanoGPT, gpt_111m",
         "step_against_char": "Against nanoGPT, 6 layers x 384",
         "profile_111m": "Where a step's time goes, gpt_111m",
@@ -127,6 +128,7 @@ def results_page(results):
         lines += ["", f"## {section}", ""]
         for name, title in names.items():
             lines += entry(name, f"### {title}", results[name])
+            lines += TABLES[name](results[name]) if name in TABLES else []
     return tidy(lines)
 
 
@@ -156,6 +158,42 @@ def schedule_table(result):
         lines.append(f"| {name} | {tokens['mean'] / 1e3:.0f}k ({tokens['low'] / 1e3:.0f}k to {tokens['high'] / 1e3:.0f}k) | "
                      f"{steps['mean']:.0f} | {group['final_val_loss']['mean']:.3f} |")
     return [*lines, ""]
+
+
+def triton_tables(result):
+    """The norm's backward kernel: what it needs by channels, and its grid by examples and channels."""
+    before = result["before"]
+    needed = {(r["x"], r["dy"], r["C"], r["sm"]): r for r in before["kernels"] if r["kernel"] == "backward"}
+    lines = [f"Backward kernel, T = 2048. Each cell: before (commit {before['commit']}), now. Registers and spilled bytes are the",
+             "largest of sm_80, sm_90 and sm_100.", "", "| x, dy | C | registers | spilled bytes | barriers a row |",
+             "|---|---|---|---|---|"]
+    now = {}
+    for r in result["kernels"]:
+        if r["kernel"] == "backward":
+            now.setdefault((r["x"], r["dy"], r["C"]), []).append((needed[r["x"], r["dy"], r["C"], r["sm"]], r))
+    for (x, dy, C), pairs in now.items():
+        cells = [", ".join(str(max(pair[i][key] for pair in pairs)) for i in (0, 1))
+                 for key in ("registers", "spill_bytes", "barriers_per_row")]
+        lines.append(f"| {x}, {dy} | {C} | {' | '.join(cells)} |")
+    lines += ["", f"Its grid on {result['multiprocessors']} multiprocessors:", "",
+              "| B | C | programs | programs of the second kernel | launches |", "|---|---|---|---|---|"]
+    for old, new in zip(before["backward"], result["backward"], strict=True):
+        cells = [f"{old[key]}, {new[key]}" for key in ("programs", "finish_programs", "launches")]
+        lines.append(f"| {new['B']} | {new['C']} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def traffic_table(result):
+    lines = [f"Each cell: before (commit {result['before']['commit']}), now.", "",
+             "| step | GB | kernels | GB of ours | kernels of ours |", "|---|---|---|---|---|"]
+    for old, new in zip(result["before"]["steps"], result["steps"], strict=True):
+        cells = [f"{old[key]:.2f}, {new[key]:.2f}" if "giga" in key else f"{old[key]}, {new[key]}"
+                 for key in ("gigabytes", "launches", "own_gigabytes", "own_launches")]
+        lines.append(f"| {new['step']} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+TABLES = {"triton": triton_tables, "traffic": traffic_table}
 
 
 def anchor(title):
