@@ -42,33 +42,31 @@ def arguments(parser):
     parser.add_argument("--out", default="results/overlap.json")
 
 
-class Watched(TrainingStep):
-    """Notes when a backward pass begins and ends, and when each parameter's gradient is ready."""
+def watched(step):
+    """[{"begin", "ready": [(numbers, moment)], "end"}] of its backward passes to come."""
+    passes, backward = [], step.optimizer.backward
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.passes = []
-        for p in self.parameters.values():
-            p.register_post_accumulate_grad_hook(lambda p: self.passes[-1]["ready"].append((p.numel(), self.timer.now())))
-
-    def backward(self, loss):
-        self.passes.append({"begin": self.timer.now(), "ready": []})
-        super().backward(loss)
-        self.passes[-1]["end"] = self.timer.now()
+    def noted(loss):
+        passes.append({"begin": step.timer.now(), "ready": []})
+        backward(loss)
+        passes[-1]["end"] = step.timer.now()
+    step.optimizer.backward = noted
+    for p in step.parameters.values():
+        p.register_post_accumulate_grad_hook(lambda p: passes[-1]["ready"].append((p.numel(), step.timer.now())))
+    return passes
 
 
 def measured(step, batch, rounds):
     """Of each round three micro-steps, of which the last communicates: seconds of the last two, and readiness of the last."""
-    found = []
+    found, passes = [], watched(step)
     for _ in range(3 + rounds):   # the first compile
-        step.passes.clear()
         step.accumulate([batch] * 3, 3, 1, 2)
         *_, second, last = step.timer.marks[1:]
         first = step.timer.marks[-3]
         step.update(1e-4, 0.95, 0.1)
         hardware.synchronize(step.device)
         found.append({"compute": step.timer.between(first, second), "communicating": step.timer.between(second, last),
-                      **readiness(step.passes[-1], step.timer.between)})
+                      **readiness(passes[-1], step.timer.between)})
     return {name: statistics.median(row[name] for row in found[3:]) for name in found[0]}
 
 
@@ -106,7 +104,7 @@ def run(args):
     ranks = distributed.start(config, device)
     dtype = hardware.prepare(config, device)
     torch.manual_seed(0)
-    step = Watched(GPT(GPTConfig(**args.model)).to(device), config, ranks, device, dtype)
+    step = TrainingStep(GPT(GPTConfig(**args.model)).to(device), config, ranks, device, dtype)
     batch = tuple(t.to(device) for t in tools.batch_of(args.model, args.micro, ranks.rank))
     found = measured(step, batch, args.rounds)
     transfer = transfer_seconds(step, args.rounds)

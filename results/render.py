@@ -164,8 +164,8 @@ def triton_tables(result):
     """The norm's backward kernel: what it needs by channels, and its grid by examples and channels."""
     before = result["before"]
     needed = {(r["x"], r["dy"], r["C"], r["sm"]): r for r in before["kernels"] if r["kernel"] == "backward"}
-    lines = [f"Backward kernel, T = 2048. Each cell: before (commit {before['commit']}), now. Registers and spilled bytes are the",
-             "largest of sm_80, sm_90 and sm_100.", "", "| x, dy | C | registers | spilled bytes | barriers a row |",
+    lines = [f"Backward kernel, T = 2048. Each cell: before (commit {before['commit']}), now; the largest of sm_80, sm_90 and",
+             "sm_100.", "", "| x, dy | C | registers | spilled bytes | barriers a row |",
              "|---|---|---|---|---|"]
     now = {}
     for r in result["kernels"]:

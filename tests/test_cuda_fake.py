@@ -5,10 +5,12 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import fake_cuda, traffic, triton_compile
+from benchmarks import fake_cuda, gpu, tools, traffic, triton_compile
 from configurator import Config
 from model import GPT, GPTConfig
 from tests.conftest import ROOT
@@ -176,3 +178,38 @@ def test_a_backward_pass_is_three_launches():
     assert triton_compile.programs(1, 768) == {"B": 1, "T": 2048, "C": 768, "programs": 256, "rows_per_program": 8,
                                                "finish_programs": 48, "launches": 3}
     assert triton_compile.programs(8, 8192)["launches"] == 4   # rows that are cut: their means before
+
+
+# ---- make gpu, on this device: the parts that run in its own process. The others are processes of their own: test_gpu_run.py
+
+class MadeUpNumbers(TorchDispatchMode):
+    """A tensor without memory has no numbers. What asks for one gets 1, or True."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else args[0].dtype == torch.bool or 1
+        if func is torch.ops.aten.equal.default:
+            return True
+        return func(*args, **(kwargs or {}))
+
+
+@inside
+@pytest.mark.parametrize("part", ["environment", "kernels", "autograd", "bandwidth", "step"])
+def test_make_gpu_runs_to_the_end_of_each_part(part, monkeypatch):
+    setting = gpu.Setting(shapes=((1, 1, 33), (2, 64, 16384)), speeds=((2, 64, 768),), seconds=0, micro=2, rounds=1,
+                          model={**SHAPE, "vocab_size": 50257}, compile=("False",))
+    for name in ("reset_peak_memory_stats", "set_sync_debug_mode"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 1)
+    monkeypatch.setattr(tools, "to_host", lambda records: [{name: np.ones(t.numel()) for name, t in r.numbers.items()}
+                                                           for r in records])
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, device: self)   # which tensors without memory do not support
+
+    def on_device(config):
+        with torch.device("cuda"):
+            return GPT(config)
+    for module in (gpu, tools):
+        monkeypatch.setattr(module, "GPT", on_device)
+    with fake_cuda.pretended(compiling=True), MadeUpNumbers():
+        rows = gpu.run_part(part, setting)
+    assert rows and not any("ran to its end" in row["check"] for row in rows), rows[-1]

@@ -1,5 +1,7 @@
 """make gpu, rehearsed: every part of it runs here in Triton's interpreter, with small numbers and stand-ins for torch.cuda."""
 
+import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -66,7 +68,7 @@ if INTERPRETING:
     SMALL = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=64)
     HERE = gpu.Setting(
         device="cpu", shapes=((1, 1, 33), (2, 5, 40)), dtypes=("float32", "mixed"), speeds=((2, 3, 32),), seconds=0,
-        model=SMALL, micro=2, rounds=2, compile=("False",), parallel=("fsdp",), checkpointing=("block",),
+        model=SMALL, micro=2, rounds=2, compile=("False", "True"), parallel=("fsdp",), checkpointing=("block",),
         training=dict(max_tokens=2048, stop=1024, n_layer=1, n_head=2, n_embd=16, block_size=16, batch_size=32,
                       micro_batch_size=16))
 
@@ -77,6 +79,8 @@ if INTERPRETING:
                                 reset_peak_memory_stats=lambda: None, max_memory_allocated=lambda: 1,
                                 set_sync_debug_mode=lambda mode: None).items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))   # Inductor takes minutes here
+        torch._dynamo.reset()
         monkeypatch.setattr(gpu.ln_kernel, "choose_impl", lambda device: ("triton", "in the interpreter"))
         monkeypatch.setattr(train.summary, "closing", lambda config: "")
         real = subprocess.run
@@ -99,10 +103,27 @@ if INTERPRETING:
             monkeypatch.setattr(gpu, "results_of", lambda impl, *a, **k: real("triton" if impl == "auto" else impl, *a, **k))
         assert failed(name) == []
 
-    def test_rehearsed_bandwidth_has_a_number_for_each(capsys):
-        rows = gpu.run_part("bandwidth", HERE)
-        assert len(rows) == 1 and {"ours_ms", "torch_ms", "copy_ms", "share_of_copy"} <= rows[0].keys()
+    def test_rehearsed_bandwidth_has_a_number_for_each(monkeypatch):
+        """Also for other packages, where they are installed."""
+        def rmsnorm(x, weight, residual, prenorm):
+            assert prenorm
+            total = residual + x
+            return torch.nn.functional.rms_norm(total, weight.shape, weight).to(x.dtype), total
 
-    def test_rehearsed_several_processes_and_a_killed_one():
-        rows = list(gpu.several(HERE, processes=2))
-        assert len(rows) == 2 and all(row["ok"] for row in rows), rows
+        class Liger:
+            @staticmethod
+            def apply(x, weight, bias, eps):
+                return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+        for name, found in {"quack": {}, "quack.rmsnorm": {"rmsnorm": rmsnorm}, "liger_kernel": {}, "liger_kernel.ops": {},
+                            "liger_kernel.ops.layer_norm": {"LigerLayerNormFunction": Liger}}.items():
+            module = types.ModuleType(name)
+            vars(module).update(found)
+            monkeypatch.setitem(sys.modules, name, module)
+        rows = gpu.run_part("bandwidth", HERE)
+        timed = {f"{name}_ms" for name in ("ours", "torch", "copy", "inductor", "quack_rms", "ours_rms", "liger")}
+        assert len(rows) == 1 and timed <= rows[0].keys() and rows[0]["share_of_copy"] > 0
+
+    def test_rehearsed_several_processes_their_overlap_and_a_killed_one():
+        rows = list(gpu.several(dataclasses.replace(HERE, compile=("False",)), processes=2))
+        assert len(rows) == 3 and all(row["ok"] for row in rows), rows
+        assert 0 < rows[1]["first_ready"] < rows[1]["half_ready"] <= 1 and rows[1]["transfer_ms"] > 0
