@@ -1,8 +1,10 @@
 """bench.py kernel and step on CUDA, with stand-ins for its events."""
 
+import argparse
+
 import torch
 
-from benchmarks import kernel, tools
+from benchmarks import gpu, kernel, overlap, tools
 from trainer import hardware
 
 
@@ -52,3 +54,22 @@ def test_the_ceiling_multiplies_data_where_ones_would_draw_less_power_and_leaves
     before = torch.get_rng_state()
     assert hardware.matmul_ceiling("cuda", torch.float32, seconds=0) > 0
     assert seen == ["cuda", "cuda"] and torch.equal(before, torch.get_rng_state())
+
+
+def test_readiness_is_the_share_of_the_backward_pass():
+    one = {"begin": 10.0, "end": 20.0, "ready": [(1, 11.0), (4, 16.0), (3, 19.0), (2, 20.0)]}
+    assert overlap.readiness(one, lambda a, b: b - a) == {"first_ready": 0.1, "half_ready": 0.6}
+
+
+def test_overlap_needs_two_processes(capsys):
+    args = argparse.ArgumentParser()
+    overlap.arguments(args)
+    assert overlap.run(args.parse_args(["--device=cpu"])) == 2
+    assert capsys.readouterr().out.startswith("bench.py overlap needs two processes or more: torchrun")
+
+
+def test_the_first_error_is_quoted_and_not_what_torchrun_says_after_it():
+    said = "W1118 a warning\n[rank0]: Traceback (most recent call last):\n[rank0]: ValueError: no such thing\n" + 88 * "noise\n"
+    assert gpu.complaint(said) == "[rank0]: ValueError: no such thing"
+    assert gpu.complaint("error: batch_size=3: too small\nmore") == "error: batch_size=3: too small"
+    assert gpu.complaint("") == ""

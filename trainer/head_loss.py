@@ -48,7 +48,11 @@ def worth_it(n_rows, vocab_size, device_type):
 def chunk_bytes(device):
     if device.type != "cuda":
         return CHUNK_BYTES
-    return max(CHUNK_BYTES, int(torch.cuda.get_device_properties(device).total_memory * CUDA_CHUNK_SHARE))
+    return cuda_chunk_bytes(torch.cuda.get_device_properties(device).total_memory)
+
+
+def cuda_chunk_bytes(memory):
+    return max(CHUNK_BYTES, int(memory * CUDA_CHUNK_SHARE))
 
 
 def rows_per_chunk(n_rows, vocab_size, size=None, itemsize=4):

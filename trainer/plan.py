@@ -67,12 +67,13 @@ def activations(c, vocab_size, half, checkpointing):
     return {"blocks": c.n_layer * one, "recomputed": 0, "head": head}
 
 
-def working_memory(c, vocab_size, half):
+def working_memory(c, vocab_size, half, room):
     """What comes and goes at the widest place, the logits: themselves (twice under autocast) and their gradients, or one chunk
-    of them."""
+    of them, which is larger on a device with more room."""
     n = c.micro_batch_size * c.block_size
     if chunked(c, vocab_size):
-        return half * head_loss.rows_per_chunk(n, vocab_size) * head_loss.padded(vocab_size)
+        rows = head_loss.rows_per_chunk(n, vocab_size, head_loss.cuda_chunk_bytes(room), half)
+        return half * rows * head_loss.padded(vocab_size)
     return c.micro_batch_size * c.block_size * vocab_size * (4 if half == 4 else half + 4 + half)
 
 
@@ -166,7 +167,7 @@ def text(c, devices, kind, mfu):
     lines.append(f"  {'':<28}" + "".join(f"{'one process' if devices == 1 else mode:>14}" for mode in modes))
     for name in names:
         lines.append(f"  {name:<28}" + "".join(f"{size(parts[mode].get(name, 0)):>14}" for mode in modes))
-    work = working_memory(c, V, half)
+    work = working_memory(c, V, half, room)
     lines.append(f"  {'logits and their gradient':<28}" + f"{size(work):>14}" * len(modes))
     for checkpointing in ("none", "block"):
         kept = sum(activations(c, V, half, checkpointing).values())
