@@ -26,14 +26,15 @@ def inside(test):
     return test if INSIDE else None    # collected in the process that has the device
 
 
-def test_steps_on_a_fake_cuda_device(tmp_path):
+@pytest.mark.parametrize("which", ["compile or bytes", "not compile and not bytes"])   # two processes, of equal length
+def test_steps_on_a_fake_cuda_device(which, tmp_path):
     pytest.importorskip("triton", reason="triton is not installed (Linux only)")
     if INSIDE:
         pytest.skip("already there")
     library, why_not = fake_cuda.build(tmp_path)
     if library is None:
         pytest.skip(why_not)
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "--show-capture=no", __file__], cwd=ROOT, text=True,
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "--show-capture=no", __file__, "-k", which], cwd=ROOT, text=True,
                          capture_output=True, env={**os.environ, "LD_PRELOAD": library})
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-3000:] + run.stderr
 
