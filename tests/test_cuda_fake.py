@@ -34,8 +34,8 @@ def test_steps_on_a_fake_cuda_device(which, tmp_path):
     library, why_not = fake_cuda.build(tmp_path)
     if library is None:
         pytest.skip(why_not)
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "--show-capture=no", __file__, "-k", which], cwd=ROOT, text=True,
-                         capture_output=True, env={**os.environ, "LD_PRELOAD": library})
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--show-capture=no", __file__, "-k", which]
+    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, env={**os.environ, "LD_PRELOAD": library})
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-3000:] + run.stderr
 
 
