@@ -280,7 +280,7 @@ def test_ranks_that_come_apart_stop_the_run_with_the_name_of_the_rank(runs):
 def test_only_rank_0_writes_and_speaks(runs):
     out = (runs / "out2").read_text()
     assert out.count("step      3 |") == 14  # each run once; the last stops at step 1
-    assert out.count("parameters on cpu") == 15 and out.count("gns_adam is off") == 1
+    assert out.count("model  2 layers of 16") == 15 and out.count("gns_adam is off") == 1
     left = {f.name for f in (runs / "2-ddp-norm").iterdir() if not f.name.startswith("ckpt-")}
     assert left == {"ckpt.pt", "ckpt.1.pt", "ckpt.best.pt", "config.json", "log.jsonl", "step_time.json"}
     assert json.load(open(runs / "2-ddp-norm" / "config.json"))["processes"] == 2

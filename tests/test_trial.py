@@ -291,7 +291,7 @@ def test_sizes_in_bytes(text, found):
     (["quality", "--steps=1"], "--steps=1: expected a whole number of at least 4"),
     (["quality", "--accumulations=1"], "--accumulations=1: nothing to compare"), (["speed"], "invalid choice: 'speed'"),
     (["quality", "--jobs=0"], "--jobs=0"), (["runs", "--batch_size=8,,16"], "--batch_size=8,,16: an empty value"),
-    (["runs", "--batch_size=8,x"], "batch_size='x' must be a number"), (["runs", "--batchsize=8"], "unknown key 'batchsize'"),
+    (["runs", "--batch_size=8,x"], "batch_size='x' must be a whole"), (["runs", "--batchsize=8"], "unknown key 'batchsize'"),
     (["runs", "--out_dir=a,b"], "out_dir is one for the whole sweep"), (["runs", "--jobs=two"], "--jobs=two"),
     (["runs", "--batch_size=8,12", "--batch_schedule=constant"], "batch_size=12: is not a multiple of micro_batch_size=8"),
     (["branch", "out/none", "--at", "1k", "--seed=1"], "--seed=1: unknown option of branch")])
