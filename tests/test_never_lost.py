@@ -329,6 +329,11 @@ def test_a_gap_between_checkpoints_hides_none(tmp_path):
     assert sorted(p.name for p in tmp_path.glob("ckpt*")) == ["ckpt.1.pt", "ckpt.best.pt", "ckpt.pt"]
 
 
+def test_a_thousand_million_checkpoints_may_be_kept(tmp_path):
+    save_three(tmp_path, 10**9)
+    assert [checkpoint.read(path, "cpu", False)["state"]["step"] for path in checkpoint.saved_in(str(tmp_path))] == [3, 2, 1]
+
+
 def test_a_lock_that_became_somebody_elses_is_left_to_him(tmp_path):
     with lock.only_writer(tmp_path, ConfigError):
         os.unlink(tmp_path / "lock")

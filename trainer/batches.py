@@ -119,7 +119,7 @@ class Dataset:
         if low < 0 or high >= self.vocab_size:
             known = "as assumed without a meta.json, " if self.assumed else "of meta.json "
             raise ConfigError(f"{self.folder}/{split}.bin holds token id {low if low < 0 else high}, the vocabulary {known}"
-                              f"goes from 0 to {self.vocab_size - 1}: prepare the dataset again")
+                              f"begins at 0 and ends at {self.vocab_size - 1}: prepare the dataset again")
         ids = torch.from_numpy(ids.astype(np.int64))
         if torch.device(device).type == "cuda":  # pinned, so that the host goes on while the copy waits its turn on the stream
             ids = ids.pin_memory().to(device, non_blocking=True)

@@ -117,14 +117,14 @@ def save(out_dir, state, keep=1, best=False):
 
 def rotate(out_dir, keep):
     """Make room for a new ckpt.pt: the one that is there gets a second name, so that there is a ckpt.pt at every moment."""
-    for age in ages(out_dir):
+    there = ages(out_dir)
+    for age in there:
         if age >= keep:  # more were kept before
             os.unlink(numbered(out_dir, age))
-    for age in range(keep - 1, 0, -1):
-        if age == 1 and os.path.exists(numbered(out_dir, 0)):
-            also_call(numbered(out_dir, 0), numbered(out_dir, 1))
-        elif os.path.exists(numbered(out_dir, age - 1)):
-            os.replace(numbered(out_dir, age - 1), numbered(out_dir, age))
+    row = next(age for age in range(len(there) + 1) if age not in there)  # of them, from ckpt.pt on without a gap
+    for age in range(min(row, keep - 1), 0, -1):
+        move = also_call if age == 1 else os.replace
+        move(numbered(out_dir, age - 1), numbered(out_dir, age))
 
 
 def also_call(path, name):

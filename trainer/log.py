@@ -68,6 +68,11 @@ def readable(data, step):
     return rows, "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
+def steps(rows):
+    """The rows of logged steps, with all that every one of them has."""
+    return [row for row in rows if {"train/loss", "batch_size", "seconds"} <= row.keys()]
+
+
 def died(rows):
     """Whether a run has ended without a finite loss: the newest one that it logged is none."""
     losses = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]

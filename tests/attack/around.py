@@ -315,7 +315,8 @@ class Around(Harness):
         picture = os.path.join(self.work, "picture.png")
         asked = [
             ("sample", out, "--tokens=5"), ("plot", out), ("plot", "--layers", out), ("whatif", out),
-            ("whatif", out, "--json=-"),
+            ("whatif", out, "--json=-"), ("train", out), ("train", out, "--eval"), ("train", out, "--max_tokens=8000"),
+            ("export", out, "--out", out + "-exported"),
             ("plot", out, self.whole, f"--out={picture}"), ("whatif", out, "--export=steps"), ("whatif", out, "--hours=1"),
             ("plot", "--compare", f"a={self.whole}", f"b={out}", f"--out={picture}"),
             ("whatif", out, "--devices=1,8", "--kind=H100"),

@@ -335,7 +335,7 @@ def main(argv=None):
 
     from plots import style
     from trainer import hardware
-    for name in ("train", "sample", "plot", "whatif", "sweep", "data.text.prepare"):  # once, not in every fork
+    for name in ("train", "sample", "plot", "whatif", "sweep", "export", "data.text.prepare"):  # once, not in every fork
         with contextlib.suppress(ModuleNotFoundError):  # another checkout may not have it
             importlib.import_module(name)
     style.pyplot()
