@@ -188,7 +188,6 @@ class Around(Harness):
             assert self.train(self.other, seed=5, stop_tokens=3200).wait() == 0
         out, kind = self.folder(self.stopped), self.rng.choice(["foreign", "foreign", "own", "data", "twice"])
         names = ["ckpt.pt", "ckpt.1.pt", "ckpt.best.pt", "log.jsonl", "config.json", "step_time.json"]
-        changes = {}
         if kind == "foreign":
             for name in self.rng.sample(names, self.rng.randint(1, 3)):
                 put(os.path.join(self.other, name), os.path.join(out, name))
@@ -210,15 +209,24 @@ class Around(Harness):
             if sum(name.startswith("log.jsonl.damaged") for name in os.listdir(out)) != 2:
                 return "failed", f"a damaged log is gone: {sorted(os.listdir(out))}"
         else:
-            data = shutil.copytree(self.data, out + ".data")
-            with open(os.path.join(data, "meta.json")) as f:
-                meta = json.load(f)
-            key, value = self.rng.choice([("vocab_size", 100), ("vocab_size", 63), ("dtype", "int8"), ("tokenizer", "gpt2"),
-                                          ("val_tokens", 999), ("val_sha256", meta["train_sha256"])])
-            with open(os.path.join(data, "meta.json"), "w") as f:
-                json.dump({**meta, key: value}, f)
-            changes["dataset"] = data
-        return self.outcome(self.train(out, **changes), out)
+            return self.other_data(out)
+        return self.outcome(self.train(out, seed=0), out)  # typed, or it would be taken from the other run's config.json
+
+    def other_data(self, out):
+        """A resume under data that are no longer what they were."""
+        path = os.path.join(self.data, "meta.json")
+        with open(path) as f:
+            meta = f.read()
+        key, value = self.rng.choice([("vocab_size", 100), ("vocab_size", 63), ("dtype", "int8"), ("tokenizer", "gpt2"),
+                                      ("val_tokens", 999), ("val_sha256", json.loads(meta)["train_sha256"])])
+        try:
+            with open(path, "w") as f:
+                json.dump({**json.loads(meta), key: value}, f)
+            outcome, why = self.outcome(self.train(out), out)
+            return outcome, why and f"{key} is {value}: {why}"
+        finally:
+            with open(path, "w") as f:
+                f.write(meta)
 
     def edited(self):
         """A checkpoint that somebody changed, with a checksum that fits: no traceback, no hang. Weights are his to choose."""
