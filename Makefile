@@ -18,7 +18,7 @@ requirements: .venv/ready-test
 
 attack: .venv/ready-test
 	$(BIN)/python tests/attack/attack.py --cases=1000 --soak=10000
-	ATTACK_EXAMPLES=2000 $(BIN)/python -m pytest -q tests/attack/test_inputs.py
+	ATTACK_EXAMPLES=500 $(BIN)/python -m pytest -q tests/attack/test_inputs.py
 
 gpu: .venv/ready
 	$(BIN)/python bench.py gpu

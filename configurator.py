@@ -296,6 +296,28 @@ def read_file(path):
     return values
 
 
+def read_facts(folder):
+    """(settings, facts) of a run folder: the keys of its config.json that are ours, checked, and the rest of it."""
+    path = os.path.join(folder, "config.json")
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise ConfigError(f"{path} is no file")
+    try:
+        with open(path, encoding="utf-8") as f:
+            facts = json.load(f)
+        settings, data = facts.pop("config"), facts.get("data", {})
+        numbers = [*(facts.get(key, 1) for key in ("processes", "parameters")), data.get("vocab_size", 1)]
+        items = settings.items()
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise ConfigError(f"{path} is not what train.py writes ({type(e).__name__}): it is damaged or from elsewhere") from None
+    if any(type(n) is not int or not 0 < n < LIMIT for n in numbers):
+        raise ConfigError(f"{path} is damaged: processes, parameters and vocab_size must be whole numbers above 0")
+    settings = {key: coerce(key, value, path) for key, value in items if key in FIELDS}
+    check_ranges({**{key: f.default for key, f in FIELDS.items()}, **settings}, path + ": ")
+    return settings, facts
+
+
 def _config_files():
     folder = os.path.dirname(DEFAULT_FILE)
     return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
@@ -485,15 +507,10 @@ def of_run(folder, typed, branches):
 
 def read_run(folder):
     """The Config of a run folder."""
-    path = os.path.join(folder, "config.json")
     try:
-        with open(path, encoding="utf-8") as f:
-            values = json.load(f)["config"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return Config(**read_facts(folder)[0])
+    except FileNotFoundError:
         raise ConfigError(f"{folder}: no readable config.json there: is it a run of train.py?") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{folder}: no readable config.json there: is it a run of train.py?")
-    return Config(**{k: coerce(k, v, path) for k, v in values.items() if k in FIELDS})
 
 
 def run_name(base, changed):
@@ -569,15 +586,20 @@ def check(c, processes=1):
     check_batches(c, processes)
 
 
+def check_ranges(values, where=""):
+    for name, f in FIELDS.items():
+        if f.metadata["valid"]:
+            test, expected = f.metadata["valid"]
+            if not test(values[name]):
+                raise ConfigError(f"{where}{name}={values[name]!r}: {expected}")
+
+
 def check_values(c):
     def need(ok, name, expected):
         if not ok:
             raise ConfigError(f"{name}={getattr(c, name)!r}: {expected}")
 
-    for name, f in FIELDS.items():
-        if f.metadata["valid"]:
-            test, expected = f.metadata["valid"]
-            need(test(getattr(c, name)), name, expected)
+    check_ranges(vars(c))
     need(c.n_embd % c.n_head == 0, "n_embd", f"must be divisible by n_head={c.n_head}: heads share the width evenly")
     need(c.min_lr <= c.learning_rate, "min_lr", f"must not exceed learning_rate={c.learning_rate}")
     need(c.warmup_tokens <= c.max_tokens, "warmup_tokens", f"is longer than the run, max_tokens={c.max_tokens}")
@@ -649,13 +671,6 @@ def explain(error):
         return (f"not enough memory: {short(str(error) or 'MemoryError')}; try a smaller micro_batch_size or model, or "
                 "activation_checkpointing=block")
     return None
-
-
-def speak_ascii():
-    """A terminal that cannot show a character gets its number, not an error."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def die(error):

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import configurator
 import sample
 from configurator import ConfigError
-from trainer import checkpoint, huggingface
+from trainer import checkpoint, huggingface, terminal
 
 TOKENIZERS = {"gpt2": "its tokenizer is GPT-2's: AutoTokenizer.from_pretrained('gpt2')",
               "bytes": "a token is a byte of UTF-8: ids = list(text.encode())",
@@ -30,13 +30,13 @@ TOKENIZERS = {"gpt2": "its tokenizer is GPT-2's: AutoTokenizer.from_pretrained('
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    terminal.steady()
+    parser = terminal.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir")
     parser.add_argument("--hf", nargs="?", const="", metavar="FOLDER", help="write a GPT-2 for transformers there")
     parser.add_argument("--newest", action="store_true", help="the last checkpoint instead of the one with the lowest "
                                                               "validation loss")
     args = parser.parse_args(argv)
-    configurator.speak_ascii()
     if args.hf is None:
         parser.error("say into what: --hf, or --hf=FOLDER")
     folder = args.hf or os.path.join(args.out_dir, "hf")

@@ -91,7 +91,18 @@ class Averages:
         return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state):
+        if not alike(vars(self), state):
+            raise ValueError(f"not a state of averages of {len(self.x)} quantities")
         vars(self).update(copy.deepcopy(state))
+
+
+def alike(mine, theirs):
+    """Whether a state has the keys and the numbers that it should have."""
+    if isinstance(mine, dict):
+        return isinstance(theirs, dict) and mine.keys() == theirs.keys() and all(alike(v, theirs[k]) for k, v in mine.items())
+    if isinstance(mine, list):
+        return isinstance(theirs, (list, tuple)) and len(mine) == len(theirs) and all(map(alike, mine, theirs))
+    return type(theirs) in (int, float) or theirs is None and mine is None
 
 
 class NoiseScale:
@@ -212,8 +223,11 @@ class Calibration:
         return {"waiting": self.waiting, "held": self.held, "age": self.age, "averages": self.averages.state_dict()}
 
     def load_state_dict(self, state):
-        self.waiting, self.held, self.age = state["waiting"], state["held"], state["age"]
+        held = state["held"]
+        if not alike([0, 0], [state["waiting"], state["age"]]) or not (held is None or alike([0.0, 0.0], held)):
+            raise ValueError("not a state of a calibration")
         self.averages.load_state_dict(state["averages"])
+        self.waiting, self.held, self.age = state["waiting"], held, state["age"]
 
 
 # -- what-if: from one run to other batches. A phase is (steps, batch, noise), a stretch of a run with its batch B and its N.

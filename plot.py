@@ -16,12 +16,14 @@ import sys
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
 
-from configurator import ConfigError, die, explain, speak_ascii
+from configurator import ConfigError, die, explain
 from plots import comparable, compare, layers, report
+from trainer import terminal
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    terminal.steady()
+    parser = terminal.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dirs", nargs="*", metavar="out_dir")
     parser.add_argument("--out", help="the PNG to write")
     parser.add_argument("--compare", nargs="+", metavar="name=out_dir,out_dir", help="groups of runs; the first is the base")
@@ -29,7 +31,6 @@ def main(argv=None):
                         help="what --compare goes by: validation loss, or training loss, smoothed")
     parser.add_argument("--layers", action="store_true", help="the inside of one run with gns=exact")
     args = parser.parse_args(argv)
-    speak_ascii()
     if bool(args.compare) == bool(args.out_dirs):
         parser.error("give run folders, or --compare with groups of them")
     try:

@@ -22,13 +22,14 @@ import configurator
 from configurator import ConfigError
 from data import tokens
 from model import GPT, GPTConfig
-from trainer import checkpoint, hardware
+from trainer import checkpoint, hardware, resume, terminal
 
 
 def load_model(out_dir, device, best=False):
     """(model, tokenizer name) of a run folder, from its newest checkpoint or the one with the lowest validation loss."""
     saved = checkpoint.load_best(out_dir, device) if best else checkpoint.load(out_dir, device)
-    return model_of(saved, device), saved["data"]["tokenizer"]
+    with resume.restoring(saved["path"]):
+        return model_of(saved, device), saved["data"]["tokenizer"]
 
 
 def model_of(saved, device):
@@ -61,7 +62,8 @@ def encode(tokenizer, prompt, vocab_size):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    terminal.steady()
+    parser = terminal.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out_dir")
     parser.add_argument("--prompt", default="\n")
     parser.add_argument("--tokens", type=int, default=400)
@@ -72,7 +74,6 @@ def main(argv=None):
                                                               "validation loss")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "mps"))
     args = parser.parse_args(argv)
-    configurator.speak_ascii()
     if not 0 <= args.temperature < float("inf") or args.top_k < 1 or args.tokens < 1 or not 0 <= args.seed < 2**63:
         parser.error("--temperature and --seed must be at least 0, --top_k and --tokens at least 1")
     try:

@@ -203,13 +203,10 @@ class File(Schedule):
         """The file's text if it changed since the last look, else None; one stat call. '' stands for no readable file."""
         try:
             info = os.stat(self.path)
-            signature = (info.st_mtime_ns, info.st_size)
+            signature = (info.st_mtime_ns, info.st_size, info.st_ino)
             if signature == self.signature:
                 return None
-            if not stat.S_ISREG(info.st_mode) or info.st_size > 1e6:  # a pipe would keep the run waiting, a device never ends
-                raise OSError
-            with open(self.path, encoding="utf-8") as f:
-                text = f.read()
+            text = read_now(self.path)
         except (OSError, ValueError):
             signature, text = None, ""
         self.signature = signature
@@ -415,7 +412,11 @@ def build(config, quantum, saved=None):
     """The schedule of a run; `saved` is its state in a checkpoint."""
     batches = kind(config)(config, quantum)
     if saved:
-        batches.load(saved)
+        try:
+            batches.load(saved)
+        except (AttributeError, KeyError, TypeError) as e:
+            raise ValueError(f"batch_schedule={config.batch_schedule!r}: the checkpoint's memory of it does not fit "
+                             f"({type(e).__name__})") from None
     else:
         batches.start()
     return batches
@@ -479,6 +480,20 @@ def parse_steps(text, quantum):
     if pairs[0][0] != 0:
         raise ValueError(f"the first batch must start at 0 tokens, not at {pairs[0][0]}")
     return checked(pairs, quantum)
+
+
+def read_now(path, most=1_000_000):
+    """The text of a file that somebody may be changing: OSError for what would keep the run waiting, a pipe or a device."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError("no file")
+        data = os.read(descriptor, most + 1)
+    finally:
+        os.close(descriptor)
+    if len(data) > most:
+        raise OSError("too long")
+    return data.decode("utf-8")
 
 
 def parse_file(text, quantum):

@@ -21,8 +21,9 @@ import sys
 if __name__ == "__main__":  # until there is something to stop
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from configurator import ConfigError, die, explain, speak_ascii
+from configurator import ConfigError, die, explain
 from sweeps import branch, grid, micro, quality
+from trainer import terminal
 
 # command: what it finds, its options, the function that answers
 COMMANDS = {
@@ -33,19 +34,14 @@ COMMANDS = {
     "branch": ("the critical batch size by experiment", branch.arguments, branch.branch)}
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        die(f"{message} (sweep.py {self.prog.split()[-1]} --help lists the options)")
-
-
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    parser = Parser(prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    terminal.steady()
+    parser = terminal.Parser(prog="sweep.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name, (what, arguments, _) in COMMANDS.items():
         arguments(commands.add_parser(name, help=what, allow_abbrev=False))
     args, rest = parser.parse_known_args(argv)
-    speak_ascii()
     args.rest, args.asked = rest, shlex.join(["python", "sweep.py", *argv])
 
     def stop(*_):

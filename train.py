@@ -32,7 +32,20 @@ import configurator
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
-from trainer import batches, distributed, hardware, huggingface, log, naming, noise_scale, plan, resume, screen, summary
+from trainer import (
+    batches,
+    distributed,
+    hardware,
+    huggingface,
+    log,
+    naming,
+    noise_scale,
+    plan,
+    resume,
+    screen,
+    summary,
+    terminal,
+)
 from trainer.run import MAX_BAD_STEPS, Run
 from trainer.step import TrainingStep
 
@@ -60,7 +73,8 @@ def train_locked(config, ranks, device):
     model = GPT(GPTConfig.of(vars(config), data.vocab_size))
     parameters = model.parameter_count()  # before it is sharded
     if saved:
-        model.load_state_dict(saved.pop("model"))
+        with resume.restoring(saved["path"]):
+            model.load_state_dict(saved.pop("model"))
     elif config.init_from:
         ranks.guard(lambda: huggingface.load_into(model, config.init_from))
     if config.parallel == "ddp" or ranks.world == 1:
@@ -140,7 +154,7 @@ def train_locked(config, ranks, device):
         words = summary.last_words(run, stopping)
         log.say(screen.wrapped(words, screen.width()))
         run.out.publish(words if run.count.tokens >= config.max_tokens else "")
-    return int(run.died) if run.over else 128 + stopping
+    return int(run.died or run.must_save) if run.over else 128 + stopping  # must_save: its end was not fit to be saved
 
 
 def evaluate(config, ranks, device):
@@ -149,7 +163,8 @@ def evaluate(config, ranks, device):
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
     saved = ranks.guard(lambda: resume.starting_point(config, data, mmap=ranks.world > 1))
     model = GPT(GPTConfig.of(vars(config), data.vocab_size))
-    model.load_state_dict(saved["model"])
+    with resume.restoring(saved["path"]):
+        model.load_state_dict(saved["model"])
     model = model if config.parallel == "fsdp" and ranks.world > 1 else model.to(device)
     loss = validation_loss(TrainingStep(model, config, ranks, device, dtype), data)
     if ranks.first:
@@ -178,7 +193,7 @@ def validation_loss(step, data):
 
 def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
-    configurator.speak_ascii()
+    terminal.steady()
     if any(a in ("-h", "--help") for a in argv):
         log.say(configurator.help_text())
         return 0

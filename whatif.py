@@ -21,7 +21,7 @@ import sys
 import configurator
 import schedule
 from configurator import ConfigError
-from trainer import advice, checkpoint, exports, machines, plan, predict
+from trainer import advice, checkpoint, exports, machines, plan, predict, terminal
 
 
 def numbers(text, name):
@@ -98,7 +98,8 @@ def export(args, run, phases, machine):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    terminal.steady()
+    parser = terminal.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", metavar="out/run", help="the folder of a run of train.py")
     parser.add_argument("--batch", help="batches in sequences, e.g. 8,16,32; default: from the smallest to far above, doubling")
     parser.add_argument("--to_loss", type=float, help="validation loss, or smoothed training loss where there are fewer than "

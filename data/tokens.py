@@ -29,7 +29,7 @@ import numpy as np
 if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer import lock
+from trainer import lock, terminal
 
 try:
     import fcntl
@@ -52,6 +52,7 @@ class PrepareError(Exception):
 def run(body) -> int:
     """The exit code of a script whose work is `body()`: 2 and one line on stderr for expected failures."""
     return_large_blocks()
+    terminal.steady()
     try:
         body()
         return 0
@@ -450,8 +451,8 @@ def check_meta(meta):
     for key in ("vocab_size", *(f"{split}_tokens" for split in SPLITS)):
         if type(meta[key]) is not int or not 0 < meta[key] < 2**48:
             raise ValueError(f"{key} is {str(meta[key])[:40]!r}, not a whole number above 0")
-    if np.dtype(meta["dtype"]).kind not in "ui":
-        raise ValueError(f"dtype is {meta['dtype']!r}, not one of whole numbers")
+    if not isinstance(meta["dtype"], str) or np.dtype(meta["dtype"]).kind not in "ui":
+        raise ValueError(f"dtype is {str(meta['dtype'])[:40]!r}, not one of whole numbers")
     for key in ("tokenizer", *(f"{split}_sha256" for split in SPLITS)):
         if not isinstance(meta[key], str):
             raise ValueError(f"{key} is {str(meta[key])[:40]!r}, not a text")
@@ -484,7 +485,7 @@ def verify_once(folder, meta):
     good = {}
     for split in SPLITS:
         status = (Path(folder) / f"{split}.bin").stat()
-        good[split] = [status.st_size, status.st_mtime_ns, meta[f"{split}_sha256"]]
+        good[split] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, meta[f"{split}_sha256"]]
         if not (isinstance(known, dict) and known.get(split) == good[split]):
             if status.st_size > 1e9:
                 print(f"checking {folder}/{split}.bin against its checksum, once", file=sys.stderr, flush=True)

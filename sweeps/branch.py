@@ -54,7 +54,7 @@ def branch(args):
     steps = [r for r in log.read(base) if "train/loss" in r]
     start, batch = steps[-1]["tokens"], steps[-1]["batch_size"]
     window = window_of(args, config, factors, start, batch)
-    jobs, devices = [], Devices(args.jobs, config.device)
+    jobs, devices = [], Devices(args.jobs, len(factors), config.device)
 
     def run_branch(out, changes):
         with devices.one() as env:

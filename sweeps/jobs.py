@@ -68,7 +68,10 @@ def tokens_done(out_dir):
 class Devices:
     """Where runs at the same time go: one per GPU, each to the next that is free. On a CPU they share the cores."""
 
-    def __init__(self, at_once, device="auto"):
+    def __init__(self, at_once, runs, device="auto"):
+        if at_once < 1:
+            raise ConfigError(f"--jobs={at_once}: at least one run at a time")
+        at_once = min(at_once, max(1, runs))
         ids = visible_gpus() if device in ("auto", "cuda") else []
         self.at_once, self.free = min(at_once, len(ids) or at_once), queue.SimpleQueue()
         for name in ids or [None] * at_once:
@@ -107,7 +110,7 @@ class Group:
 
     def __init__(self, wanted, folder, at_once=1, alone=True, env=None):
         device = next((config.device for config in wanted.values()), "auto")
-        self.devices = Devices(at_once, device) if alone else Devices(at_once, "cpu")
+        self.devices = Devices(at_once, len(wanted), device if alone else "cpu")
         at_once = self.devices.at_once
         self.folder, self.at_once, self.alone = folder, at_once, alone
         self.wanted = {name: dataclasses.replace(c, out_dir=os.path.join(folder, name)) for name, c in wanted.items()}

@@ -6,9 +6,11 @@ import torch
 from configurator import Config, ConfigError
 from trainer import checkpoint
 
+DATA = {"train_sha256": "abc", "val_sha256": "def", "vocab_size": 256, "dtype": "uint8", "tokenizer": "bytes"}
+
 
 def save_some(tmp_path, **config):
-    checkpoint.save(str(tmp_path), {"config": vars(Config(**config)), "data_checksum": "abc", "x": torch.arange(3)})
+    checkpoint.save(str(tmp_path), {"config": vars(Config(**config)), "data": DATA, "x": torch.arange(3)})
 
 
 def test_what_is_saved_comes_back(tmp_path):
@@ -67,12 +69,13 @@ def test_a_resume_that_would_compute_something_else_names_the_key(tmp_path, key,
     save_some(tmp_path)
     saved = checkpoint.load(str(tmp_path))
     with pytest.raises(ConfigError, match=f"{key} is"):
-        checkpoint.check_same_run(saved, Config(**{key: value}), "abc")
+        checkpoint.check_same_run(saved, Config(**{key: value}), DATA)
 
 
 def test_keys_that_do_not_change_the_run_may_differ_and_contents_may_not(tmp_path):
     save_some(tmp_path)
     saved = checkpoint.load(str(tmp_path))
-    checkpoint.check_same_run(saved, Config(log_interval=3, wandb_log=True, resume="True", out_dir="elsewhere"), "abc")
-    with pytest.raises(ConfigError, match="dataset='stdlib' has other contents"):
-        checkpoint.check_same_run(saved, Config(), "other")
+    checkpoint.check_same_run(saved, Config(log_interval=3, wandb_log=True, resume="True", out_dir="elsewhere"), DATA)
+    for key in DATA:
+        with pytest.raises(ConfigError, match=f"dataset='stdlib' has other contents.*{key} in meta.json"):
+            checkpoint.check_same_run(saved, Config(), {**DATA, key: "other"})

@@ -279,3 +279,16 @@ def test_a_factor_once_determined_is_held_with_a_growing_interval():
     copy = Calibration(1000)
     copy.load_state_dict(json.loads(json.dumps(calibration.state_dict())))
     assert copy.factor() == calibration.factor()
+
+
+@pytest.mark.parametrize("harm", [lambda s: s.pop("w"), lambda s: s.update(w2="x"), lambda s: s.update(x=[1.0]),
+                                  lambda s: s.update(xx=[[0.0, None], [0.0, 0.0]]), lambda s: s.update(more=1),
+                                  lambda s: s.clear()])
+def test_a_state_that_is_none_is_refused_and_changes_nothing(harm):
+    scale = NoiseScale(100)
+    scale.update(1.0, 2.0, 10)
+    before, state = scale.state_dict(), scale.state_dict()
+    harm(state)
+    with pytest.raises(ValueError, match="not a state of averages of 2 quantities"):
+        scale.load_state_dict(state)
+    assert scale.state_dict() == before

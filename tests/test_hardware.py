@@ -72,8 +72,10 @@ def test_runs_of_a_sweep_have_a_gpu_each_and_wait_for_it(monkeypatch, tmp_path, 
 
 def test_runs_on_a_cpu_share_it_whatever_gpus_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    devices = jobs.Devices(3, "cpu")
-    assert devices.at_once == 3
+    devices = jobs.Devices(3, 10**9, "cpu")
+    assert devices.at_once == 3 and jobs.Devices(10**9, 3, "cpu").at_once == 3
+    with pytest.raises(ConfigError, match="--jobs=0"):
+        jobs.Devices(0, 3)
     with devices.one() as env:
         assert env == {}
 

@@ -70,8 +70,8 @@ def test_without_meta_pkl_the_ids_are_gpt2s(tmp_path):
 
 def test_another_file_of_the_same_length_is_another_dataset(tmp_path, capsys):
     folder = write(tmp_path / "d")
-    first = batches.Dataset(folder, 16).checksum
-    assert batches.Dataset(folder, 16).checksum == first
+    first = batches.Dataset(folder, 16).meta["train_sha256"]
+    assert batches.Dataset(folder, 16).meta["train_sha256"] == first
     train.main(arguments(folder, tmp_path / "run", stop_tokens=320))
     ids = np.fromfile(os.path.join(folder, "train.bin"), np.uint16)
     ids[::-1].tofile(os.path.join(folder, "train.bin"))

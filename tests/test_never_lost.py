@@ -1,6 +1,5 @@
 """What keeps a run whole, mechanism by mechanism. tests/attack/ has the same from outside."""
 
-import json
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ import schedule
 import train
 from configurator import Config, ConfigError
 from plots import compare
-from sweeps import common, grid
+from sweeps import common, grid, jobs
 from tests.conftest import ROOT, write_dataset
 from trainer import batches, checkpoint, lock, log, resume
 from trainer.run import all_finite
@@ -282,8 +281,127 @@ def test_a_prompt_that_the_model_does_not_know_is_one_line(tmp_path, tiny_args, 
     assert e.value.code == 2 and "is none of the 64" in capsys.readouterr().err
 
 
-def test_config_json_of_another_kind_is_refused_in_words(tmp_path):
-    from sweeps import jobs
-    (tmp_path / "config.json").write_text(json.dumps([1]))
-    with pytest.raises(ConfigError, match="no readable config.json"):
+@pytest.mark.parametrize("text", ["[1]", "", "{", '{"config": 1}', '{"config": {}, "processes": "two"}',
+                                  '{"config": {}, "data": []}', '{"config": {"block_size": "long"}}',
+                                  '{"config": {"block_size": 0}}', "[" * 100_000])
+def test_config_json_that_train_did_not_write_is_refused_in_words(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match="config.json") as e:
         jobs.read_config(str(tmp_path))
+    assert "\n" not in str(e.value)
+
+
+# -- what is around a run changes while it goes on, or before it goes on
+
+def test_a_log_that_is_removed_or_cut_during_a_run_is_whole_again_or_said(tmp_path):
+    known, path = started_log(tmp_path)
+    whole = path.read_bytes()
+    for harm, steps, words in (
+            (path.unlink, [0, 1, 2, 3, 4], "all rows are written again"),
+            (lambda: path.rename(tmp_path / "rotated"), [0, 1, 2, 3, 4], "all rows are written again"),
+            (lambda: os.truncate(path, len(whole) // 2 + 5), [0, 1, 4], "3 rows can be read and stay"),
+            (lambda: path.open("ab").write(b"mine"), [0, 1, 2, 3, 4], "5 rows can be read and stay")):
+        path.write_bytes(whole)
+        run_log = log.RunLog(Config(out_dir=str(tmp_path)), 3, known=known)
+        harm()
+        run_log.write({"step": 4, "tokens": 4, "train/loss": 1.0})
+        state = run_log.state()
+        run_log.close()
+        rows = log.read(tmp_path)
+        assert "was changed by another program" in rows[-1]["event"] and words in rows[-1]["event"]
+        assert [row["step"] for row in rows[:-1]] == steps and state["size"] == path.stat().st_size
+
+
+def test_files_that_were_damaged_before_stay_beside_those_of_today(tmp_path):
+    path = tmp_path / "log.jsonl"
+    for text in "abc":
+        path.write_text(text)
+        checkpoint.keep_aside(str(path))
+    assert sorted(p.read_text() for p in tmp_path.glob("log.jsonl.damaged*")) == ["a", "b", "c"]
+
+
+def test_a_gap_between_checkpoints_hides_none(tmp_path):
+    save_three(tmp_path, 3)
+    (tmp_path / "ckpt.pt").unlink()
+    (tmp_path / "ckpt.1.pt").unlink()
+    assert step_of(tmp_path) == 1
+    save_three(tmp_path, 2)
+    assert sorted(p.name for p in tmp_path.glob("ckpt*")) == ["ckpt.1.pt", "ckpt.best.pt", "ckpt.pt"]
+
+
+def test_a_thousand_million_checkpoints_may_be_kept(tmp_path):
+    save_three(tmp_path, 10**9)
+    assert [checkpoint.read(path, "cpu", False)["state"]["step"] for path in checkpoint.saved_in(str(tmp_path))] == [3, 2, 1]
+
+
+def test_a_lock_that_became_somebody_elses_is_left_to_him(tmp_path):
+    with lock.only_writer(tmp_path, ConfigError):
+        os.unlink(tmp_path / "lock")
+        with lock.only_writer(tmp_path, ConfigError):
+            other = os.stat(tmp_path / "lock").st_ino
+            (tmp_path / "lock").rename(tmp_path / "moved")
+            (tmp_path / "moved").rename(tmp_path / "lock")
+            assert os.stat(tmp_path / "lock").st_ino == other
+        (tmp_path / "lock").write_text("of a third")
+    assert (tmp_path / "lock").read_text() == "of a third"
+
+
+def test_a_lock_that_is_a_link_is_refused_in_words(tmp_path):
+    (tmp_path / "lock").symlink_to("elsewhere")
+    with pytest.raises(ConfigError, match="is a link"), lock.only_writer(tmp_path, ConfigError):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("harm", [lambda s: s.pop("gns"), lambda s: s["state"].update(step="x"), lambda s: s.update(log=None),
+                                  lambda s: s["model"].popitem(), lambda s: s["state"].update(new=1),
+                                  lambda s: s["optimizer"]["state"][0].pop("exp_avg_sq"), lambda s: s["rng"].clear(),
+                                  lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.zeros(2))])
+def test_a_checkpoint_of_another_making_is_one_line_and_stays(tmp_path, tiny_args, capsys, harm):
+    train.main(tiny_args(out_dir=tmp_path, max_tokens=640, stop_tokens=320))
+    state = checkpoint.load(str(tmp_path))
+    del state["path"], state["format"]
+    harm(state)
+    checkpoint.save(str(tmp_path), state)
+    rows = (tmp_path / "log.jsonl").read_bytes()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        train.main(tiny_args(out_dir=tmp_path, max_tokens=640, resume="auto"))
+    said = capsys.readouterr().err
+    assert e.value.code == 2 and said.count("\n") == 1 and "ckpt.pt does not hold what this version" in said
+    assert (tmp_path / "log.jsonl").read_bytes() == rows
+
+
+def test_data_of_which_the_time_was_set_back_are_read_again(tmp_path):
+    folder = write_dataset(tmp_path / "data", np.arange(500) % 64, np.arange(100) % 64)
+    batches.Dataset(folder, 16)
+    path = tmp_path / "data" / "train.bin"
+    times, data = path.stat(), bytearray(path.read_bytes())
+    data[7] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ConfigError, match="train.bin does not match its checksum"):
+        batches.Dataset(folder, 16)
+
+
+def test_token_ids_below_zero_are_refused(tmp_path):
+    folder = write_dataset(tmp_path / "data", np.full(500, -1), np.arange(100) % 64, dtype="int8")
+    with pytest.raises(ConfigError, match="holds token id -1"):
+        batches.Dataset(folder, 16).train_batch(0, 0, 2, "cpu")
+
+
+@pytest.mark.parametrize("how", ["<&- >&- 2>&-", ">/dev/full 2>/dev/full"])
+def test_who_cannot_be_heard_still_trains(tmp_path, tiny_args, how):
+    command = f'exec "{sys.executable}" "{ROOT}/train.py" "$@" {how}'
+    idle = dict(batch_gns_factor=2)  # one word from the settings: it has no effect
+    done = subprocess.run(["bash", "-c", command, "bash", *tiny_args(out_dir=tmp_path, max_tokens=640, **idle)],
+                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300)
+    assert done.returncode == 0 and log.read(tmp_path)[-1]["tokens"] >= 640 and checkpoint.load(str(tmp_path))
+    assert "Traceback" not in done.stderr + done.stdout
+
+
+def test_a_run_whose_end_cannot_be_saved_does_not_end_with_0(tmp_path, tiny_args, monkeypatch):
+    monkeypatch.setattr("trainer.run.all_finite", lambda whole: not any(
+        int(state["step"]) >= 10 for state in whole["optimizer"]["state"].values()))
+    assert train.main(tiny_args(out_dir=tmp_path, batch_size=4, max_tokens=640)) == 1
+    assert log.read(tmp_path)[-1]["step"] == 10 and step_of(tmp_path) < 10

@@ -33,7 +33,7 @@ def write_run(folder, batches, noise=20.0, t0=0.05, t1=0.002, per_row=10, key=KE
         value, low, high = N if isinstance(N, tuple) else (N, N and 0.8 * N, N and 1.3 * N)
         loss = 5 - 3 * (i + 1) / len(batches)
         row = {"step": step, "tokens": examples * BLOCK, "examples": examples, "train/loss": loss, "batch_size": batch,
-               "accum": batch // (MICRO * processes), "dt_ms": 1e3 * dt, "seconds": seconds,
+               "accum": max(1, batch // (MICRO * processes)), "dt_ms": 1e3 * dt, "seconds": seconds,
                "gns/norm": 3.0, "gns/norm_low": 2.0, "gns/norm_high": 4.0, key: value, f"{key}_low": low, f"{key}_high": high}
         if cost:
             row |= {f"step_time/{name}_ms{end}": 1e3 * v * f for name, v in (("fixed", t0), ("per_sequence", t1))

@@ -66,7 +66,7 @@ class Dataset:
         else:
             self.meta, self.assumed = said_as_config_error(lambda: nanogpt.describe(self.folder))
         self.vocab_size, self.dtype = self.meta["vocab_size"], np.dtype(self.meta["dtype"])
-        self.checksum, self.tokenizer = self.meta["train_sha256"], self.meta["tokenizer"]
+        self.tokenizer = self.meta["tokenizer"]
         self.counts = {split: self.meta[f"{split}_tokens"] for split in ("train", "val")}
         self.tokens = {split: self._open(split) for split in ("train", "val")}
         if not self.assumed:
@@ -115,10 +115,11 @@ class Dataset:
     def _windows(self, split, starts, device):
         index = starts[:, None] + np.arange(self.block_size + 1)
         ids = self.tokens[split][index]
-        if int(ids.max()) >= self.vocab_size:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self.vocab_size:
             known = "as assumed without a meta.json, " if self.assumed else "of meta.json "
-            raise ConfigError(f"{self.folder}/{split}.bin holds token id {int(ids.max())}, the vocabulary {known}"
-                              f"ends at {self.vocab_size - 1}: prepare the dataset again")
+            raise ConfigError(f"{self.folder}/{split}.bin holds token id {low if low < 0 else high}, the vocabulary {known}"
+                              f"begins at 0 and ends at {self.vocab_size - 1}: prepare the dataset again")
         ids = torch.from_numpy(ids.astype(np.int64))
         if torch.device(device).type == "cuda":  # pinned, so that the host goes on while the copy waits its turn on the stream
             ids = ids.pin_memory().to(device, non_blocking=True)

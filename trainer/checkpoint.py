@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import secrets
 import stat
 import sys
@@ -78,6 +79,15 @@ def sync_folder(path):
         os.close(folder)
 
 
+def keep_aside(path):
+    """Rename a damaged file, so that nothing takes its place; returns its new name. Earlier ones stay."""
+    aside, number = path + ".damaged", 1
+    while os.path.lexists(aside):
+        aside, number = f"{path}.damaged.{number}", number + 1
+    os.replace(path, aside)
+    return aside
+
+
 def remove_leftovers(folder):
     """Temporary files of a process that was killed. For who holds the folder's lock."""
     for name in os.listdir(folder):
@@ -107,15 +117,14 @@ def save(out_dir, state, keep=1, best=False):
 
 def rotate(out_dir, keep):
     """Make room for a new ckpt.pt: the one that is there gets a second name, so that there is a ckpt.pt at every moment."""
-    age = keep
-    while os.path.lexists(numbered(out_dir, age)):  # more were kept before
-        os.unlink(numbered(out_dir, age))
-        age += 1
-    for age in range(keep - 1, 0, -1):
-        if age == 1 and os.path.exists(numbered(out_dir, 0)):
-            also_call(numbered(out_dir, 0), numbered(out_dir, 1))
-        elif os.path.exists(numbered(out_dir, age - 1)):
-            os.replace(numbered(out_dir, age - 1), numbered(out_dir, age))
+    there = ages(out_dir)
+    for age in there:
+        if age >= keep:  # more were kept before
+            os.unlink(numbered(out_dir, age))
+    row = next(age for age in range(len(there) + 1) if age not in there)  # of them, from ckpt.pt on without a gap
+    for age in range(min(row, keep - 1), 0, -1):
+        move = also_call if age == 1 else os.replace
+        move(numbered(out_dir, age - 1), numbered(out_dir, age))
 
 
 def also_call(path, name):
@@ -136,12 +145,17 @@ def also_call(path, name):
 # -- loading
 
 def saved_in(out_dir):
-    """The checkpoints of a folder, the newest first; ckpt.pt may be missing where somebody removed it."""
-    paths, age = [], 1
-    while os.path.lexists(numbered(out_dir, age)):
-        paths.append(numbered(out_dir, age))
-        age += 1
-    return [path for path in (numbered(out_dir, 0), *paths) if os.path.lexists(path)]
+    """The checkpoints of a folder, the newest first. Some may be missing between: a kill, or somebody who removed one."""
+    return [numbered(out_dir, age) for age in ages(out_dir)]
+
+
+def ages(out_dir):
+    """0 for ckpt.pt, 1 for ckpt.1.pt, ...: those that are there."""
+    try:
+        found = [re.fullmatch(r"ckpt(?:\.([1-9][0-9]{0,5}))?\.pt", name) for name in os.listdir(out_dir)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(match[1] or 0) for match in found if match)
 
 
 def load(out_dir, device="cpu", mmap=False):
@@ -219,7 +233,7 @@ def promote(out_dir, path):
     for newer in saved_in(out_dir):
         if newer == path:
             break
-        os.replace(newer, newer + ".damaged")
+        keep_aside(newer)
     if path != numbered(out_dir, 0):
         also_call(path, numbered(out_dir, 0))
 
@@ -242,8 +256,8 @@ def differing(old, config, branch=False):
     return [k for k in new if k in keys]
 
 
-def check_same_run(state, config, checksum, branch=False):
-    """A resume that would compute something else says which key differs; a branch may change more."""
+def check_same_run(state, config, data, branch=False):
+    """A resume that would compute something else says which key differs; a branch may change more. data: meta.json's."""
     old, what = state["config"], "branch" if branch else "resume"
     differ = differing(old, config, branch)
     if differ:
@@ -255,9 +269,11 @@ def check_same_run(state, config, checksum, branch=False):
             typed = " ".join(f"--{k}={getattr(config, k)}" for k in differ)
             other = f"start a new run from this one's checkpoint with python train.py --branch_from={config.out_dir} {typed}"
         raise ConfigError(f"{what}: {listed}; give the old value, or {other}")
-    if state["data_checksum"] != checksum:
-        raise ConfigError(f"{what}: dataset={config.dataset!r} has other contents than the checkpoint's (its train.bin was "
-                          "prepared anew): restore it, or start a new out_dir")
+    differ = [k for k in ("train_sha256", "val_sha256", "vocab_size", "dtype", "tokenizer")
+              if k in state["data"] and state["data"][k] != data[k]]
+    if differ:
+        raise ConfigError(f"{what}: dataset={config.dataset!r} has other contents than the checkpoint's (it was prepared anew; "
+                          f"{', '.join(differ)} in meta.json): restore it, or start a new out_dir")
 
 
 def _plain(value):

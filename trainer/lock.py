@@ -28,10 +28,10 @@ def only_writer(folder, error, wait=False):
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield descriptor
     finally:
-        with contextlib.suppress(OSError):
-            if descriptor is not None:
-                os.unlink(os.path.join(folder, NAME))
         if descriptor is not None:
+            with contextlib.suppress(OSError):
+                if is_named(descriptor, os.path.join(folder, NAME)):  # else somebody removed it, and it is another's now
+                    os.unlink(os.path.join(folder, NAME))
             os.close(descriptor)
         for path in made:
             with contextlib.suppress(OSError):  # it is not empty
@@ -46,10 +46,14 @@ def acquire(folder, error, wait):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
         except FileNotFoundError:  # its last holder left the folder empty and removed it
             continue
+        except OSError as e:
+            if not os.path.islink(path):
+                raise
+            raise error(f"{path} is a link, which a lock must not be: remove it") from e
         try:
             if fcntl:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+            if is_named(descriptor, path):
                 return descriptor
         except FileNotFoundError:  # its last holder removed it in between
             pass
@@ -63,6 +67,11 @@ def acquire(folder, error, wait):
             print(f"{folder} is in use by {holder}: waiting", file=sys.stderr, flush=True)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.close(descriptor)
+
+
+def is_named(descriptor, path):
+    """Whether an open file still has that name."""
+    return os.path.samestat(os.fstat(descriptor), os.stat(path))
 
 
 def missing_folders(folder):

@@ -15,21 +15,28 @@ from configurator import ConfigError
 from trainer import checkpoint, screen
 
 NAME = "log.jsonl"
+START = b'{"step":'  # of each row
+TIMES = {"seconds", "dt_ms", "tok_per_sec", "mfu"}  # never undetermined, nor below zero
+COUNTS = {"step": 0, "tokens": 0, "examples": 0, "bad_steps": 0, "batch_size": 1, "accum": 1}  # whole numbers, at least so many
 
 
 def read(out_dir):
     """The rows of a run's log; a last line cut off by a kill is left out. Any other line that is no row is an error: what
     follows from half a log would be wrong in silence."""
     path = os.path.join(out_dir, NAME)
-    if os.path.exists(path) and not os.path.isfile(path):
-        raise ConfigError(f"{path} is no file")
-    with open(path, "rb") as f:
-        lines = f.read().split(b"\n")[:-1]
+    lines = read_bytes(path).split(b"\n")[:-1]
     rows = [row_of(line) for line in lines]
     if None in rows:
         raise ConfigError(f"{path}: line {rows.index(None) + 1} is not a row of a run's log: the file is damaged, or not from "
                           "train.py")
     return rows
+
+
+def read_bytes(path):
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would keep us waiting
+        raise ConfigError(f"{path} is no file")
+    with open(path, "rb") as f:
+        return f.read()
 
 
 def row_of(line):
@@ -40,13 +47,30 @@ def row_of(line):
         return None
     if not isinstance(row, dict) or not {"step", "tokens"} <= row.keys():
         return None
-    fits = all(isinstance(v, str) if k == "event" else is_number(v) or (v is None and k not in ("step", "tokens"))
-               for k, v in row.items())
-    return row if fits else None
+    return row if all(fits(*item) for item in row.items()) else None
 
 
-def is_number(value):
-    return type(value) in (int, float) and abs(value) < 2**1000
+def fits(key, value):
+    if key == "event":
+        return isinstance(value, str)
+    if key in COUNTS:
+        return type(value) is int and COUNTS[key] <= value < 2**63
+    if value is None:
+        return key not in TIMES
+    return type(value) in (int, float) and abs(value) < 2**1000 and not (key in TIMES and value < 0)
+
+
+def readable(data, step):
+    """(rows, their bytes) up to a step, of a file that is damaged."""
+    lines = data.split(b"\n")[:-1]
+    rows = [row_of(line) or row_of(line[max(0, line.rfind(START)):]) for line in lines]  # one may begin behind a torn one
+    rows = [row for row in rows if row and row["step"] <= step]
+    return rows, "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def steps(rows):
+    """The rows of logged steps, with all that every one of them has."""
+    return [row for row in rows if {"train/loss", "batch_size", "seconds"} <= row.keys()]
 
 
 def died(rows):
@@ -56,12 +80,8 @@ def died(rows):
 
 
 def say(text, end="\n"):
-    """A line in the terminal. Where nobody listens any more (a closed pipe, a lost terminal), the talking ends, not the run."""
-    try:
-        print(text, end=end, flush=True)
-    except OSError:
-        with contextlib.suppress(OSError, ValueError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """A line in the terminal, now."""
+    print(text, end=end, flush=True)
 
 
 class RunLog:
@@ -69,8 +89,9 @@ class RunLog:
         """known: state() of the log when the checkpoint of resume_step was written; None where the log begins there."""
         self.config, self.path = config, os.path.join(config.out_dir, NAME)
         self.size = self.crc = 0
-        self.news = self.reopen(resume_step, known) if known else None  # what is lost of the file, in words
-        self.file = open(self.path, "ab" if known else "wb")
+        self.newest = resume_step or 0, 0  # step and tokens of the last row
+        self.news = self.reopen(resume_step, known) if known else self.begin()  # what is lost of the file, in words
+        self.file = open(self.path, "a+b")
         self.bar = sys.stdout.isatty()
         self.wandb = None
         if config.wandb_log:
@@ -81,8 +102,8 @@ class RunLog:
         """Go back to the rows that the checkpoint knows: the resumed run writes the later ones again. A file that does not
         begin with them is kept aside, and what can be read of it is gone on with."""
         data = b""
-        with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as f:
-            data = f.read()
+        with contextlib.suppress(FileNotFoundError):
+            data = read_bytes(self.path)
         kept, rest = data[:known["size"]], data[known["size"]:]
         if (len(kept), zlib.crc32(kept)) == (known["size"], known["crc"]):
             words = None
@@ -90,17 +111,28 @@ class RunLog:
                 say(f"{rest.count(10)} rows of the log are newer than the checkpoint, of step {step}: they are written again")
                 os.truncate(self.path, len(kept))
         else:
-            rows = [row for row in map(row_of, data.split(b"\n")[:-1]) if row and row["step"] <= step]
-            kept = "".join(json.dumps(row) + "\n" for row in rows).encode()
-            aside = self.path + ".damaged"
-            with contextlib.suppress(FileNotFoundError):
-                os.replace(self.path, aside)
-            checkpoint.write_atomically(self.path, lambda f: f.write(kept))
+            rows, kept = readable(data, step)
+            aside = self.put(kept)
             words = (f"{self.path} is not what it was when the checkpoint was written: " + (
-                     f"it is kept as {os.path.basename(aside)}, {len(rows)} rows of it can be read and stay" if data else
+                     f"it is kept as {aside}, {len(rows)} rows of it can be read and stay" if data else
                      "it is gone, the rows before this one are lost"))
         self.size, self.crc = len(kept), zlib.crc32(kept)
         return words
+
+    def begin(self):
+        with contextlib.suppress(FileNotFoundError):
+            read_bytes(self.path)  # refuses what is no file
+            os.unlink(self.path)
+
+    def put(self, data):
+        """Other contents for the file; returns the name under which those that it had are kept, or None."""
+        aside = []
+
+        def make_room():
+            if os.path.lexists(self.path):
+                aside.append(os.path.basename(checkpoint.keep_aside(self.path)))
+        checkpoint.write_atomically(self.path, lambda f: f.write(data), ready=make_room)
+        return aside[0] if aside else None
 
     def write(self, row):
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
@@ -111,13 +143,36 @@ class RunLog:
         except OSError as e:
             raise OSError(e.errno, e.strerror, self.path) from None
         self.size, self.crc = self.size + len(line), zlib.crc32(line, self.crc)
+        self.newest = row["step"], row["tokens"]
         if self.wandb:
             self.wandb.write(row)
 
     def state(self):
         """Size and checksum of the file, which is on the disk then."""
+        if not self.intact():
+            self.event(*self.newest, self.mend())
         os.fsync(self.file.fileno())
         return {"size": self.size, "crc": self.crc}
+
+    def intact(self):
+        """Whether the file still has its name and its size: nobody removed, replaced or cut it while the run goes on."""
+        try:
+            mine, named = os.fstat(self.file.fileno()), os.stat(self.path)
+        except FileNotFoundError:
+            return False
+        return os.path.samestat(mine, named) and mine.st_size == self.size
+
+    def mend(self):
+        """Write the file again, from what this process still holds of it. Returns words."""
+        data = os.pread(self.file.fileno(), max(self.size, os.fstat(self.file.fileno()).st_size), 0)
+        whole = (len(data), zlib.crc32(data)) == (self.size, self.crc)
+        rows, kept = (None, data) if whole else readable(data, self.newest[0])
+        aside = self.put(kept)
+        self.file.close()
+        self.file, self.size, self.crc = open(self.path, "a+b"), len(kept), zlib.crc32(kept)
+        return (f"{self.path} was changed by another program while the run went on: "
+                + (f"what was there is kept as {aside}, " if aside else "")
+                + ("all rows are written again" if whole else f"{len(rows)} rows can be read and stay"))
 
     @property
     def columns(self):

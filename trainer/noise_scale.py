@@ -23,7 +23,8 @@ def metric(config):
 
 def read(row, key):
     """(value, low, high) of a log row's key, or None while undetermined."""
-    return None if row.get(key) is None else (row[key], row[f"{key}_low"], row[f"{key}_high"])
+    values = tuple(row.get(f"{key}{end}") for end in ("", "_low", "_high"))
+    return None if None in values else values
 
 
 def of(row):

@@ -126,5 +126,16 @@ class Optimizer:
         return parts[0] if len(parts) == 1 else {"parts": parts}
 
     def load_state_dict(self, state):
-        for part, saved in zip(self.parts, state.get("parts", [state])):
+        for part, saved in zip(self.parts, state.get("parts", [state]), strict=True):
             part.load_state_dict(saved)
+            check_state(part)
+
+
+def check_state(part):
+    """ValueError unless every parameter has the same kinds of state, in its own shape: the fused kernel does not look."""
+    if len({tuple(sorted(state)) for state in part.state.values()}) > 1:
+        raise ValueError("parameters with different kinds of state")
+    for p, state in part.state.items():
+        for name, value in state.items():
+            if not torch.is_tensor(value) or value.dim() and value.shape != p.shape:
+                raise ValueError(f"{name} of a parameter of shape {tuple(p.shape)}")

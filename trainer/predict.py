@@ -11,12 +11,11 @@ Letters: B sequences in a step, N noise scale in sequences, t0 and t1 seconds of
 """
 
 import dataclasses
-import json
 import math
-import os
 
 import numpy as np
 
+import configurator
 import gns
 from configurator import ConfigError
 from trainer import log
@@ -109,11 +108,10 @@ def read(folder):
     if not steps:
         raise ConfigError(f"{folder}: its {log.NAME} has no logged step yet: wait for the first (log_interval steps)")
     try:
-        with open(os.path.join(folder, "config.json"), encoding="utf-8") as f:
-            facts = json.load(f)
-    except (OSError, ValueError):
-        facts = {}
-    config, last = facts.pop("config", {}), steps[-1]
+        config, facts = configurator.read_facts(folder)
+    except FileNotFoundError:
+        config, facts = {}, {}
+    last = steps[-1]
     if not (config.get("block_size") or last.get("examples")):
         raise ConfigError(f"{folder}: neither config.json nor {log.NAME} tells the tokens of a sequence (block_size)")
     block = config.get("block_size") or last["tokens"] // last["examples"]

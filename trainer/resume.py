@@ -1,12 +1,17 @@
 """What a run starts from: nothing, its own checkpoint (resume), or another run's (branch_from)."""
 
+import contextlib
 import os
 
 import torch
 
+import configurator
 import ln_kernel
 from configurator import ConfigError
-from trainer import checkpoint, log
+from trainer import checkpoint, hardware, log
+
+PARTS = {"model": dict, "optimizer": dict, "rng": dict, "scaler": dict, "state": dict, "gns": dict, "schedule": dict,
+         "config": dict, "data": dict, "vocab_size": int}  # of a checkpoint that a run can go on from
 
 
 def starting_point(config, data, mmap=False):
@@ -15,7 +20,8 @@ def starting_point(config, data, mmap=False):
     there = bool(checkpoint.saved_in(config.out_dir))
     if config.resume == "True" or (config.resume == "auto" and there):
         saved = checkpoint.load(config.out_dir, mmap=mmap)
-        checkpoint.check_same_run(saved, config, data.checksum)
+        check_parts(saved, {"log": dict, "arithmetic": dict})
+        checkpoint.check_same_run(saved, config, data.meta)
         return saved
     if holds_a_run(config.out_dir):
         raise ConfigError(f"out_dir={config.out_dir!r} already holds a run: continue it with --resume=True, "
@@ -44,7 +50,8 @@ def extension(old, config):
 
 def branch_point(config, data, mmap):
     saved = checkpoint.load(config.branch_from, mmap=mmap)
-    checkpoint.check_same_run(saved, config, data.checksum, branch=True)
+    check_parts(saved)
+    checkpoint.check_same_run(saved, config, data.meta, branch=True)
     tokens = saved["state"]["tokens"]
     if tokens >= config.end_tokens():
         raise ConfigError(f"branch_from={config.branch_from!r}: its checkpoint is at {tokens} tokens, this run ends at "
@@ -52,10 +59,38 @@ def branch_point(config, data, mmap):
     return {**saved, "branched": True, "schedule": None}  # its own batches
 
 
+def check_parts(saved, more=None):
+    """Its checksum fits, but whoever wrote it may have been another program, or another version of this one."""
+    with restoring(saved["path"]):
+        for key, kind in {**PARTS, **(more or {})}.items():
+            if not isinstance(saved[key], kind):
+                raise TypeError(key)
+        counts = [saved["state"][key] for key in ("step", "tokens", "examples")]
+        counts += [saved["log"][key] for key in ("size", "crc")] if more else []
+        if not all(type(n) is int and 0 <= n < 2**63 for n in counts):
+            raise ValueError("counters")
+
+
+@contextlib.contextmanager
+def restoring(path):
+    """What does not fit while a checkpoint is taken over is one line."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as e:
+        if configurator.explain(e):  # too little memory
+            raise
+        words = configurator.short(" ".join(str(e).split()))
+        raise ConfigError(f"{path} does not hold what this version of train.py saves ({type(e).__name__}: {words}): it was "
+                          "edited, or written by another version; start a new out_dir") from None
+
+
 def arithmetic(config, ranks, step):
     """What the last digits of a run depend on, beside its fixed keys."""
     return {"dtype": str(step.dtype).removeprefix("torch."), "device": step.device, "threads": torch.get_num_threads(),
-            "norm layers": ln_kernel.choose_impl(torch.device(step.device))[0],
+            "norm layers": ln_kernel.choose_impl(torch.device(step.device))[0], "compiled": step.compiled,
+            "torch": str(torch.__version__), "machine": hardware.device_name(step.device), "parallel": config.parallel,
             "micro_batch_size": config.micro_batch_size, "processes": ranks.world}
 
 

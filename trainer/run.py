@@ -51,14 +51,19 @@ class Run:
         ranks.seed(config.seed, 0)
         self.rng_restored = True
         if saved:
-            ranks.load_optimizer(step.optimizer, saved.pop("optimizer"))
-            step.optimizer.scaler.load_state_dict(saved["scaler"])
-            self.count = Counters(**saved["state"])
-            step.load_state_dict(saved["gns"])
-            step.timer.load_state_dict(saved.get("step_time"))
-            self.rng_restored = ranks.restore_rng(saved["rng"], config.seed, self.count.step)
+            with resume.restoring(saved["path"]):
+                self.restore(saved)
         if self.branched:
             self.count.best_val_loss = self.count.best_saved_loss = self.count.wandb_id = None
+
+    def restore(self, saved):
+        ranks, step = self.ranks, self.step
+        ranks.load_optimizer(step.optimizer, saved.pop("optimizer"))
+        step.optimizer.scaler.load_state_dict(saved["scaler"])
+        self.count = Counters(**saved["state"])
+        step.load_state_dict(saved["gns"])
+        step.timer.load_state_dict(saved.get("step_time"))
+        self.rng_restored = ranks.restore_rng(saved["rng"], self.config.seed, self.count.step)
 
     @property
     def over(self):
@@ -137,7 +142,7 @@ class Run:
         checkpoint.save(self.config.out_dir, {
             **whole, "scaler": step.optimizer.scaler.state_dict(), "state": asdict(count), "gns": step.state_dict(),
             "step_time": step.timer.state_dict(), "schedule": self.batch_schedule.state_dict(), "config": asdict(self.config),
-            "vocab_size": self.data.vocab_size, "data": self.data.meta, "data_checksum": self.data.checksum,
+            "vocab_size": self.data.vocab_size, "data": self.data.meta,
             "log": self.out.state(), "arithmetic": self.arithmetic()}, self.config.keep_checkpoints, best)
 
     # -- after a step

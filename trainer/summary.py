@@ -134,7 +134,7 @@ def finished(run):
 def closing(config):
     """The last words of a run, and its picture."""
     rows = log.read(config.out_dir)
-    steps = [r for r in rows if "train/loss" in r]
+    steps = log.steps(rows)
     if not steps:
         return f"{config.out_dir}: no step was logged (log_interval={config.log_interval})."
     from plots import report  # matplotlib is slow to import

@@ -9,7 +9,6 @@ ahead within one). A document goes to validation by a hash of its text, 1 in 200
 machine and copies of a document are never on both sides.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data import hub, tokens
+from trainer import terminal
 
 REPO = "Skylion007/openwebtext"
 REVISION = "refs/convert/parquet"  # the main revision is a loading script, which `datasets` 4 and later refuse
@@ -55,7 +55,7 @@ def prepare(out_dir=None, local=None, val_fraction=VAL_FRACTION, revision=REVISI
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Prepare OpenWebText with GPT-2's BPE.")
+    parser = terminal.Parser(description="Prepare OpenWebText with GPT-2's BPE.")
     parser.add_argument("--local", help="file, folder or glob of parquet files to read instead of the hub")
     parser.add_argument("--val_fraction", type=float, default=VAL_FRACTION, help="share of the documents (0.0005)")
     parser.add_argument("--revision", default=REVISION, help=f"of {REPO} on the hub ({REVISION})")

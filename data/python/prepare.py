@@ -19,6 +19,7 @@ if not __package__:  # run as a script, from anywhere
 
 from data import tokens
 from data.stdlib import prepare as stdlib
+from trainer import terminal
 
 VAL_FRACTION = 0.02  # of the bytes: more than 1 MB
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
@@ -51,7 +52,7 @@ def prepare(out_dir=None, quiet=False, requirements=REQUIREMENTS) -> dict:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = terminal.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", help="folder to write (default: data/python)")
     args = parser.parse_args(argv)
     return tokens.run(lambda: prepare(args.out))

@@ -6,7 +6,6 @@ About 12 MB for Python 3.11, without the test suites; the same bytes wherever th
 Whole files go to validation, chosen by a hash of their names, so that it is unseen text. Every file ends with a 0.
 """
 
-import argparse
 import os
 import platform
 import sys
@@ -16,6 +15,7 @@ if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data import tokens
+from trainer import terminal
 
 VAL_FRACTION = 0.08  # of the bytes: 1 MB, enough for a steady validation loss
 TEST_FOLDERS = {"test", "tests", "idle_test", "__pycache__"}  # tests would be two thirds of the text, and dull
@@ -72,7 +72,7 @@ def prepare(out_dir=None, quiet=False, library=None) -> dict:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Prepare the embedded corpus: the Python standard library's source.")
+    parser = terminal.Parser(description="Prepare the embedded corpus: the Python standard library's source.")
     parser.add_argument("--out", help="folder to write (default: data/stdlib)")
     args = parser.parse_args(argv)
     return tokens.run(lambda: prepare(args.out))

@@ -10,7 +10,6 @@ hash of their names; with fewer, or a few very large ones, the last part of each
 are streamed.
 """
 
-import argparse
 import codecs
 import os
 import sys
@@ -20,6 +19,7 @@ if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data import tokens
+from trainer import terminal
 
 SUFFIXES = {".txt", ".md"}
 MIN_FILES = 20  # below this, whole files would make a poor sample for validation
@@ -128,7 +128,7 @@ def prepare(paths, out_dir, tokenizer="bytes", val_fraction=0.05, quiet=False) -
 
 def main(argv=None):
     default_out = Path(__file__).resolve().parents[1] / "mytext"
-    parser = argparse.ArgumentParser(description="Prepare your own text files.")
+    parser = terminal.Parser(description="Prepare your own text files.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders with *.txt and *.md files")
     parser.add_argument("--out", default=default_out, help="folder to write (default: data/mytext)")
     parser.add_argument("--tokenizer", default="bytes", choices=sorted(tokens.TOKENIZERS))

@@ -9,7 +9,6 @@ The official train and validation splits. The rows are the lines of the original
 articles, each ending with <|endoftext|>.
 """
 
-import argparse
 import re
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data import hub, tokens
+from trainer import terminal
 
 REPO = "Salesforce/wikitext"
 SUFFIXES = (".parquet", ".txt", ".raw", ".tokens")
@@ -92,7 +92,7 @@ def prepare(size=2, out_dir=None, local=None, quiet=False) -> dict:
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description="Prepare WikiText, raw, with GPT-2's BPE.")
+    parser = terminal.Parser(description="Prepare WikiText, raw, with GPT-2's BPE.")
     parser.add_argument("--size", type=int, default=2, choices=(2, 103))
     parser.add_argument("--local", help="file or folder to read instead of the hub: parquet, or text")
     parser.add_argument("--out", help="folder to write (default: data/wikitext-SIZE)")

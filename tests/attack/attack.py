@@ -13,164 +13,23 @@ Each case is a fork of this process, which has torch loaded, so it takes a fract
 
 import argparse
 import contextlib
-import hashlib
+import importlib
 import json
 import os
 import random
 import resource
 import shutil
 import signal
+import statistics
 import sys
 import tempfile
 import time
-import traceback
 
-TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, micro_batch_size=4, batch_size=16, batch_size_start=4,
-            max_tokens=6400, warmup_tokens=320, gns_half_life_tokens=1000, gns_calibrate_tokens=800, eval_tokens=1600,
-            eval_iters=4, log_interval=1, checkpoint_tokens=640, dropout=0.1, device="cpu", dtype="float32", compile="False")
-TIMED = {"dt_ms", "tok_per_sec", "mfu", "seconds"}
-SECONDS = 60  # a case that takes longer hangs
-GARBAGE = ["", "-1", "0", "1e400", "9" * 25, "9" * 400, "9" * 5000, "nan", "-inf", "1e18", "1e9", "True", "None", "()",
-           "(" * 300, "(1,", "[1, 'a']", "{}", "'", "\\", "ä", "\udcff", "a\nb", "/dev/null", "/dev/zero", "..", "x" * 5000,
-           "0x10", "1_0", "1j", "0.5"]
-TEXTS = [b"", b"\0", b"\xff\xfe", b"\0" * 4096, b"[" * 100_000, b"{}", b"[]", b"null", b"1", b'"x"', b"raise KeyError",
-         b"import sys; sys.exit(3)", b"batch_size = 10**400", b"seed = 9e999", b"lr = 1", b"out_dir = 'a\\0b'",
-         b"n_layer = print", b"1e9999999 8", b"0 1e9999999", b"0 8\n0 8", b"0:8"]
+from around import Around
+from harness import DEADLY, GARBAGE, SECONDS, TEXTS, deadly, flip, refusal, result, same, tree
 
 
-# -- processes
-
-def dataset(folder):
-    rng = random.Random(0)
-    os.makedirs(folder)
-    meta = {"format": 1, "vocab_size": 64, "dtype": "uint8", "tokenizer": "bytes"}
-    for split, n in (("train", 4000), ("val", 1000)):
-        ids, now = bytearray(), 0
-        for _ in range(n):
-            now = (now + rng.choice([1, 3, 7])) % 64
-            ids.append(now)
-        with open(os.path.join(folder, f"{split}.bin"), "wb") as f:
-            f.write(ids)
-        meta |= {f"{split}_tokens": n, f"{split}_sha256": hashlib.sha256(ids).hexdigest()}
-    with open(os.path.join(folder, "meta.json"), "w") as f:
-        json.dump(meta, f)
-    return folder
-
-
-class Child:
-    """train.py in a fork of this process."""
-
-    def __init__(self, work, arguments, prepare=lambda: None, env=None, stdout=None):
-        self.errors, self.output = (os.path.join(work, f"{name}-{random.random()}") for name in ("stderr", "stdout"))
-        self.started = time.monotonic()
-        self.pid = os.fork()
-        if self.pid:
-            return
-        code = 70
-        try:
-            out = os.open(self.output, os.O_WRONLY | os.O_CREAT) if stdout is None else stdout
-            os.dup2(out, 1)
-            os.dup2(os.open(self.errors, os.O_WRONLY | os.O_CREAT), 2)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
-            os.environ.update(env or {})
-            prepare()
-            import train
-            code = train.main(arguments)
-        except SystemExit as e:
-            code = e.code
-        except BaseException:
-            traceback.print_exc()
-            code = 1
-        finally:
-            with contextlib.suppress(Exception):
-                sys.stdout.flush()
-                sys.stderr.flush()
-            os._exit(code if isinstance(code, int) else 1)
-
-    def wait(self, seconds=SECONDS):
-        """The exit code, negative for a signal, None for a hang, which is ended."""
-        while time.monotonic() - self.started < seconds:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.code = os.waitstatus_to_exitcode(status)
-                return self.code
-            time.sleep(0.005)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        self.code = None
-        return None
-
-    def error(self):
-        with contextlib.suppress(OSError), open(self.errors, encoding="utf-8", errors="replace") as f:
-            return f.read()
-        return ""
-
-
-# -- the oracle
-
-def result(out):
-    """What a run leaves: rows without times, and weights."""
-    from trainer import checkpoint, log
-    rows = [{k: v for k, v in row.items() if k not in TIMED and not k.startswith("step_time/")} for row in log.read(out)]
-    return rows, checkpoint.load(out)["model"]
-
-
-def same(a, b):
-    import torch
-    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(torch.equal(a[1][k], b[1][k]) for k in a[1])
-
-
-def refusal(child):
-    """Why a process that ended early is no good, or '' if it said what is wrong in one line."""
-    if child.code is None:
-        return "hang"
-    text = child.error()
-    lines = [line for line in text.splitlines() if line.startswith("error: ")]
-    if "Traceback" in text:
-        return "traceback: " + text.strip().splitlines()[-1][:150]
-    good = child.code == 2 and len(lines) == 1 and text.endswith(lines[0] + "\n")
-    return "" if good else f"exit {child.code}: {text[-150:]!r}"
-
-
-class Attack:
-    def __init__(self, work, rng):
-        self.work, self.rng, self.number = work, rng, 0
-        self.data = dataset(os.path.join(work, "data"))
-        self.whole = self.folder()
-        assert self.train(self.whole).wait() == 0, "a run without an attack"
-        self.reference = result(self.whole)
-        self.stopped = self.folder()  # some checkpoints, half of the way
-        assert self.train(self.stopped, stop_tokens=3200).wait() == 0
-
-    def folder(self, like=None):
-        self.number += 1
-        path = os.path.join(self.work, str(self.number))
-        if like:
-            shutil.copytree(like, path)
-        return path
-
-    def train(self, out, prepare=lambda: None, env=None, stdout=None, more=(), **changes):
-        values = {**TINY, "dataset": self.data, "out_dir": out, "resume": "auto", **changes}
-        return Child(self.work, [*(f"--{k}={v}" for k, v in values.items()), *more], prepare, env, stdout)
-
-    def outcome(self, child, out):
-        """Of a run that should have come to its end."""
-        child.wait()
-        if child.code != 0:
-            bad = refusal(child)
-            return ("failed", bad) if bad else ("refused", "")
-        try:
-            if same(result(out), self.reference):
-                return "survived", ""
-        except Exception as e:
-            return "failed", f"unreadable result: {e}"
-        log = os.path.join(out, "log.jsonl")
-        said = os.path.exists(log + ".damaged") or "it is gone" in open(log).read()
-        return ("refused", "kept aside") if said else ("failed", "silent change")
-
-    def resumed(self, out):
-        return self.outcome(self.train(out), out)
-
+class Attack(Around):
     # -- one case of each kind
 
     def kills(self):
@@ -185,23 +44,13 @@ class Attack:
         return self.resumed(out)
 
     def kills_in_writes(self):
-        """Before or after a write to a file, an fsync, a replace."""
-        out, nth, before = self.folder(), self.rng.randint(1, 40), self.rng.random() < 0.5
-        name = self.rng.choice(["fsync", "replace", "link", "unlink"])
-
-        def prepare():
-            real, calls = getattr(os, name), [0]
-
-            def deadly(*args, **kwargs):
-                calls[0] += 1
-                if calls[0] == nth and before:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                value = real(*args, **kwargs)
-                if calls[0] == nth:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return value
-            setattr(os, name, deadly)
-        self.train(out, prepare).wait()
+        """In the middle of a write to a file, before or after an fsync, a replace, a link."""
+        out = self.folder()
+        for _ in range(self.rng.randint(1, 2)):
+            name = self.rng.choice(DEADLY)
+            nth = self.rng.randint(1, 400 if name == "write" else 40)
+            keep = {"keep_checkpoints": self.rng.choice([1, 2, 4])} if "keep_checkpoints" in self.keys else {}
+            self.train(out, deadly(name, nth, self.rng.random() < 0.5), **keep).wait()
         return self.resumed(out)
 
     def flips(self):
@@ -242,11 +91,16 @@ class Attack:
         return self.resumed(out)
 
     def pairs(self):
-        """Two starts into one folder."""
+        """Two starts into one folder, perhaps under two names."""
         out = self.folder()
+        other = out
+        if self.rng.random() < 0.3:
+            other = out + "-link"
+            os.mkdir(out)
+            os.symlink(out, other)
         children = [self.train(out)]
         time.sleep(self.rng.choice([0, 0, 0.05, 0.3]))
-        children.append(self.train(out))
+        children.append(self.train(other))
         codes = [child.wait() for child in children]
         for child in children:
             if child.code != 0 and (bad := refusal(child)):
@@ -273,14 +127,32 @@ class Attack:
         return self.resumed(out)
 
     def pipes(self):
-        """Nobody reads what it says."""
-        out = self.folder()
-        reader, writer = os.pipe()
-        child = self.train(out, lambda: os.close(reader), stdout=writer)
+        """Nobody reads what it says: pipes and descriptors that are closed, a full disk behind them."""
+        out, (reader, writer) = self.folder(self.stopped if self.rng.random() < 0.5 else None), os.pipe()
+        kind, numbers = self.rng.choice(["pipe", "pipe", "closed", "full"]), self.rng.choice([(1,), (2,), (1, 2)])
+        if os.path.exists(out) and self.rng.random() < 0.5:  # it has something to say on stderr
+            os.unlink(os.path.join(out, "ckpt.pt"))
+            with open(os.path.join(out, "ckpt.pt"), "wb") as f:
+                f.write(b"no checkpoint")
+
+        def prepare():
+            os.close(reader)
+            for number in numbers:
+                stream = {1: "stdout", 2: "stderr"}[number]
+                if kind == "closed":
+                    os.close(number)
+                    setattr(sys, stream, None)  # as Python itself starts then
+                else:
+                    os.dup2(writer if kind == "pipe" else os.open("/dev/full", os.O_WRONLY), number)
+                    setattr(sys, stream, open(number, "w", closefd=False))
+            os.close(writer)
+        idle = {} if os.path.exists(out) else {"batch_gns_factor": 2}  # it is told that this has no effect
+        child = self.train(out, prepare, **idle)
         os.close(writer)
         time.sleep(self.rng.uniform(0, 0.5))
         os.close(reader)
-        return self.outcome(child, out)
+        outcome, why = self.outcome(child, out)
+        return outcome, why and f"{kind} {numbers}: {why}"
 
     def full_disks(self):
         """No file may grow beyond some size: refused by name, nothing left over, and on to the end with more room."""
@@ -305,9 +177,8 @@ class Attack:
     def inputs(self):
         """A value, a config file, a dataset, an environment: runs, or one line, and then nothing has changed."""
         rng, out, more, env, changes = self.rng, self.folder(), [], {}, {}
-        import configurator
         kind = rng.choice(["value", "value", "value", "file", "meta", "bin", "environment", "batch file", "log"])
-        keys = [k for k in configurator.FIELDS if k not in ("max_tokens", "out_dir", "device", "wandb_log")]
+        keys = [k for k in self.keys if k not in ("max_tokens", "out_dir", "device", "wandb_log")]
         path = os.path.join(self.work, f"input-{self.number}")
         if kind == "value":
             changes = {rng.choice(keys): rng.choice(GARBAGE) for _ in range(rng.choice([1, 1, 2]))}
@@ -390,23 +261,8 @@ class Attack:
         return ("survived", "") if child.code == 0 else ("refused", "")
 
 
-def flip(data, rng):
-    data = bytearray(data)
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    return bytes(data)
-
-
-def tree(folder):
-    found = {}
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with open(os.path.join(path, name), "rb") as f:
-                found[name] = f.read()
-    return found
-
-
 def soak(attack, steps):
-    """Descriptors and memory of a long run, at a tenth of the way and at its end."""
+    """Descriptors, memory and time per step of a long run, at a tenth of the way and at its end."""
     out, marks = attack.folder(), []
     child = attack.train(out, max_tokens=steps * 16, micro_batch_size=1, batch_size=1, batch_size_start=1, log_interval=100,
                          eval_tokens=steps * 4, checkpoint_tokens=steps, gns_calibrate_tokens=0, warmup_tokens=16)
@@ -421,13 +277,20 @@ def soak(attack, steps):
         time.sleep(0.2)
     first = next(m for m in marks if m[0] >= steps // 1000)
     grown, files = marks[-1][1] / first[1] - 1, marks[-1][2] - first[2]
-    good = grown < 0.05 and files <= 1
-    return ("survived" if good else "failed"), f"{steps} steps: memory {grown:+.1%}, descriptors {files:+d}"
+    rows = [json.loads(row) for row in open(log)]
+    times = [row["dt_ms"] for row in rows if "dt_ms" in row]
+    part = max(1, len(times) // 5)
+    early, late = (statistics.median(those) for those in (times[part // 2:part // 2 + part], times[-part:]))
+    good = grown < 0.05 and files <= 1 and rows[-1]["step"] >= steps and late < 1.5 * early
+    return ("survived" if good else "failed"), (f"{rows[-1]['step']} steps: memory {grown:+.1%}, descriptors {files:+d}, "
+                                                f"a step {early:.2f} ms in the first fifth, {late:.2f} ms in the last")
 
 
 # how many of a hundred cases each kind gets
-KINDS = {"kills": 10, "kills_in_writes": 10, "flips": 15, "holes": 10, "foreign": 5, "pairs": 6, "signals": 5, "pipes": 2,
-         "full_disks": 6, "inputs": 25, "edits": 3, "divergence": 3}
+KINDS = {"kills": 5, "kills_in_writes": 6, "kills_of_a_rank": 1, "kills_in_preparation": 3, "flips": 9, "holes": 8,
+         "foreign": 4, "edited": 4, "swapped": 4, "meddling": 4, "pairs": 4, "pairs_of_ranks": 1, "signals": 3, "pipes": 4,
+         "full_disks": 4, "small_disks": 4, "full_disks_in_preparation": 2, "read_only": 3, "limits": 3, "inputs": 12,
+         "readers": 8, "edits": 3, "divergence": 2}
 
 
 def run(attack, counts, show=print):
@@ -436,9 +299,12 @@ def run(attack, counts, show=print):
         row = table[kind] = {"tried": 0, "survived": 0, "refused": 0, "failed": 0, "why": []}
         for _ in range(count):
             try:
-                outcome, why = getattr(attack, kind)()
+                found = getattr(attack, kind)()
             except Exception as e:
-                outcome, why = "failed", f"the attack met {type(e).__name__}: {e}"
+                found = "failed", f"the attack met {type(e).__name__}: {e}"
+            if found is None:  # it needs what we may not do here: mount a disk
+                continue
+            outcome, why = found
             row["tried"] += 1
             row[outcome] += 1
             if outcome == "failed":
@@ -450,7 +316,7 @@ def run(attack, counts, show=print):
 
 
 def line(kind, row):
-    return f"{kind:<16}" + "".join(f"{row[key]:>10}" for key in ("tried", "survived", "refused", "failed"))
+    return f"{kind:<26}" + "".join(f"{row[key]:>10}" for key in ("tried", "survived", "refused", "failed"))
 
 
 def main(argv=None):
@@ -467,13 +333,16 @@ def main(argv=None):
     sys.path.insert(0, os.path.abspath(args.root))
     import torch
 
-    from plots import report
+    from plots import style
     from trainer import hardware
+    for name in ("train", "sample", "plot", "whatif", "sweep", "export", "data.text.prepare"):  # once, not in every fork
+        with contextlib.suppress(ModuleNotFoundError):  # another checkout may not have it
+            importlib.import_module(name)
+    style.pyplot()
     torch.set_num_threads(1)
     hardware.matmul_ceiling = lambda *_, **__: 1e12  # measures for 0.3 s
-    report.draw = lambda out_dir: ""  # not every run's picture
     counts = {kind: max(1, round(share * args.cases / 100)) for kind, share in KINDS.items() if args.only in (None, kind)}
-    print(f"{'':<16}{'tried':>10}{'survived':>10}{'refused':>10}{'failed':>10}")
+    print(f"{'':<26}{'tried':>10}{'survived':>10}{'refused':>10}{'failed':>10}")
     with tempfile.TemporaryDirectory() as work:
         attack = Attack(work, random.Random(args.seed))
         table = run(attack, counts, lambda text: print(text, flush=True))

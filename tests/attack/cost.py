@@ -11,7 +11,7 @@ import statistics
 import sys
 import tempfile
 
-import attack
+import harness
 
 HERE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 CODE = """
@@ -49,11 +49,11 @@ def main():
     os.environ["OMP_NUM_THREADS"] = "1"
     found = {what: {"before": [], "after": []} for what in ("save", "load", "run")}
     with tempfile.TemporaryDirectory() as work:
-        data = attack.dataset(os.path.join(work, "data"))
+        data = harness.dataset(os.path.join(work, "data"))
         for i in range(args.times + 1):
             for name, root in (("before", args.before), ("after", HERE)):
                 out = os.path.join(work, f"{name}{i}")
-                settings = {**attack.TINY, "max_tokens": 64, "warmup_tokens": 0, "dataset": data, "out_dir": out}
+                settings = {**harness.TINY, "max_tokens": 64, "warmup_tokens": 0, "dataset": data, "out_dir": out}
                 seconds = child(os.path.join(root, "train.py"), *(f"--{k}={v}" for k, v in settings.items()))
                 child("-c", CODE, root, out + ".json")
                 if i:  # the first one warms up

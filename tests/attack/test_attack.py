@@ -10,12 +10,13 @@ SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "attack.py")
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each case is a fork")
 def test_nothing_is_lost_and_nothing_is_wrong_under_attack(tmp_path):
-    done = subprocess.run([sys.executable, SCRIPT, "--cases=50", f"--out={tmp_path / 'table.json'}"], capture_output=True,
+    done = subprocess.run([sys.executable, SCRIPT, "--cases=40", f"--out={tmp_path / 'table.json'}"], capture_output=True,
                           text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     table = json.loads((tmp_path / "table.json").read_text())
-    assert table["total"]["tried"] == table["total"]["survived"] + table["total"]["refused"] >= 45
-    for kind in ("kills", "kills_in_writes", "flips", "pairs", "signals", "pipes"):
+    assert table["total"]["tried"] == table["total"]["survived"] + table["total"]["refused"] >= 35
+    for kind in ("kills", "kills_in_writes", "kills_of_a_rank", "kills_in_preparation", "flips", "pairs", "pairs_of_ranks",
+                 "signals", "pipes"):
         assert table["kinds"][kind]["survived"] == table["kinds"][kind]["tried"] > 0, kind
     assert table["kinds"]["inputs"]["refused"] > 0
 

@@ -9,7 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import configurator
+import plot
+import plots.compare
+import plots.style
+import sample
+import sweep
 import train
+import whatif
+from data.text import prepare
 from tests.conftest import TINY
 from trainer import checkpoint, log
 
@@ -139,3 +146,44 @@ def test_any_batch_file(start, tmp_path, text):
     path = tmp_path / "schedule.txt"
     path.write_text(text, encoding="utf-8", errors="replace")
     start(batch_schedule="file", batch_file=path)
+
+
+# -- the other commands
+
+OPTIONS = {
+    sample: ("--prompt", "--tokens", "--temperature", "--top_k", "--seed", "--device"),
+    whatif: ("--batch", "--to_loss", "--hours", "--price", "--budget", "--devices", "--kind", "--mfu", "--link", "--micro",
+             "--objective", "--export"),
+    sweep: ("--batch_size", "--learning_rate", "--seed", "--jobs", "--wandb_group", "--lr_scaling", "--batch_steps",
+            "--nonsense"),
+    plot: ("--loss", "--compare"),
+    prepare: ("--val_fraction", "--tokenizer", "--nonsense")}
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory, tiny_data):
+    out = tmp_path_factory.mktemp("run")
+    train.main([f"--{k}={v}" for k, v in {"dataset": tiny_data, "out_dir": out, **TINY, "gns_calibrate_tokens": 320}.items()])
+    return out
+
+
+@quick
+@given(command=st.sampled_from(list(OPTIONS)), data=st.data())
+def test_any_options_of_any_other_command(a_run, tmp_path, tiny_data, monkeypatch, capsys, command, data):
+    monkeypatch.setattr(plots.style, "save", lambda figure, path: None)
+    monkeypatch.setattr(plots.compare, "draw", lambda *_: None)
+    values = st.one_of(VALUES, st.sampled_from(["1", "8,16", "H100", "ndr", "time", "steps", "0.5", "val", "8,,16", "-1,8"]))
+    typed = [f"{key}={data.draw(values)}" for key in data.draw(st.lists(st.sampled_from(OPTIONS[command]), max_size=3))]
+    fixed = {sample: [str(a_run), "--tokens=2"], whatif: [str(a_run), "--json=-"], plot: ["--compare", f"a={a_run}"],
+             sweep: ["runs", "--dry_run", *(f"--{k}={v}" for k, v in TINY.items()), f"--dataset={tiny_data}",
+                     f"--out_dir={tmp_path / 'sweep'}"],
+             prepare: [os.path.join(tiny_data, "train.bin"), f"--out={tmp_path / 'prepared'}"]}[command]
+    if command is sample:
+        typed = [arg for arg in typed if not arg.startswith("--tokens") or len(arg) < 11]  # not a million of them
+    capsys.readouterr()
+    try:
+        code = command.main([*fixed[:1], *typed, *fixed[1:]] if command is not plot else [*fixed, *typed])
+    except SystemExit as e:
+        code = e.code
+    said = capsys.readouterr().err
+    assert code == 0 or code == 2 and said.count("error: ") == 1 and said.splitlines()[-1].startswith("error: "), (typed, said)

@@ -1,0 +1,61 @@
+"""What is said never decides what is done: a closed pipe, a full disk behind stdout, a letter that the terminal cannot show.
+
+    terminal.steady()               # first thing in the main() of a command
+    parser = terminal.Parser(...)   # argparse's; what is typed wrong is one line
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+
+
+class Stream:
+    """stdout or stderr. Where nobody can hear it any more, the talking ends, not the program."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text):
+        self.attempt(lambda: self.stream.write(text))
+        return len(text)
+
+    def flush(self):
+        self.attempt(self.stream.flush)
+
+    def attempt(self, function):
+        try:
+            function()
+        except (OSError, ValueError):  # ValueError: closed by somebody
+            with contextlib.suppress(OSError, ValueError):
+                silence = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(silence, self.stream.fileno())  # also for what the stream still holds, and for torch's own words
+                os.close(silence)
+
+
+def steady():
+    """Make stdout and stderr safe to print to, whatever becomes of them. A letter that they cannot show becomes its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:  # closed: else the next file gets its number, and torch's warnings go into a checkpoint
+            os.open(os.devnull, os.O_RDWR)
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            stream = open(os.devnull, "w")  # noqa: SIM115 - it lives as long as the process
+        if not isinstance(stream, Stream):
+            if hasattr(stream, "reconfigure"):
+                stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, Stream(stream))
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        words = " ".join(message.split())
+        print(f"error: {words if len(words) < 500 else words[:400] + ' ...'} ({self.prog} --help lists the options)",
+              file=sys.stderr)
+        sys.exit(2)
