@@ -62,6 +62,7 @@ def residual_norm(B, T, C, dtype, out_dtype):
         w, metric = torch.empty(C, device="cuda"), torch.empty(2, C, device="cuda")
         _, _, stats = ln_triton.add_forward(x, y, w, w, 1e-5, False, out_dtype)
         ln_triton.add_backward(x, y, x, w, stats, metric, False, True, True, out_dtype)
+        ln_triton.tap(y, x, 1e-5, False, True)
     return {launched.name.removesuffix("_kernel"): launched for launched in launches}
 
 
@@ -113,9 +114,9 @@ def run(args):
     print("Traffic includes weight (and bias): 4 (8) bytes that stay in the caches from row to row.")
     print("{:10}{:6}{:6}{:>6}{:>4}{:>6}{:>10}{:>12}{:>9}{:>18}".format(
         "kernel", "x", "dy", "C", "sm", "warps", "registers", "spill bytes", "barriers", "bytes/channel/row"))
-    for name, (x, dy), arch, C in itertools.product(("forward", "means", "backward", "finish"), PAIRS, (80, 90, 100),
+    for name, (x, dy), arch, C in itertools.product(("forward", "means", "backward", "finish", "tap"), PAIRS, (80, 90, 100),
                                                     (768, 2048, 4096, 8192, 16384)):
-        if name == "means" and C <= 4096 or name == "finish" and (x, dy) != PAIRS[0]:
+        if name == "means" and C <= 4096 or name == "finish" and (x, dy) != PAIRS[0] or name == "tap" and C > 4096:
             continue
         rows.append(inspect(name, x, dy, arch, C))
         print("{:10}{:6}{:6}{:6}{:4}{:6}{:10}{:12}{:9}{:18.1f}".format(*rows[-1].values()), flush=True)

@@ -1,79 +1,123 @@
 """
-bench.py watch: what watching costs. Training steps of GPT-2 and Llama as transformers has them, watched and not,
-interleaved in one process.
+bench.py watch: what watching costs. Training steps of GPT-2 and Llama as transformers has them (4 layers, 8 x 256 tokens):
+plain, watched (tap), and watched with our norm kernels (fused), taking turns on the same model and optimizer.
 
-    python bench.py watch [--steps=20] [--fused]      # one JSON line per model and width
+    python bench.py watch [--seconds=60] [--widths=256,512]        # needs transformers
 
-Times are of the CPU that the process used, on one thread, so that other work on the machine matters less.
-Needs transformers. "percent": the median over pairs of neighbouring steps of watched / plain - 1, and the middle half of them.
-"taps_percent": the taps' arithmetic alone, run by itself, as a share of the fastest plain step: less noisy.
+Times are of the CPU that the process used, on one thread, so that other work on the machine matters less. Each step is compared
+with the plain one of its round: the median and the quartiles of that ratio, as per cent more. "peak": the most memory that a
+step held. "taps": the arithmetic of the taps alone, as a share of a plain step. "noise": plain against plain, what the
+machine adds by itself.
 """
 
-import copy
-import json
 import statistics
 import time
 
 import torch
 
+from benchmarks import tools
 from rightbatch import taps, watch
 
-B, T, LAYERS = 8, 256, 4
+B, T, LAYERS, VOCABULARY = 8, 256, 4, 4096
+VARIANTS = {"plain": None, "noise": None, "tap": {}, "fused": {"fused": True}}
 
 
 def models(width):
     import transformers
     transformers.logging.set_verbosity_error()
     torch.manual_seed(0)
-    gpt2 = transformers.GPT2Config(vocab_size=4096, n_positions=T, n_embd=width, n_layer=LAYERS, n_head=width // 64)
-    llama = transformers.LlamaConfig(vocab_size=4096, hidden_size=width, intermediate_size=8 * width // 3,
-                                     num_hidden_layers=LAYERS, num_attention_heads=width // 64, max_position_embeddings=T)
+    heads = max(1, width // 64)
+    gpt2 = transformers.GPT2Config(vocab_size=VOCABULARY, n_positions=T, n_embd=width, n_layer=LAYERS, n_head=heads)
+    llama = transformers.LlamaConfig(vocab_size=VOCABULARY, hidden_size=width, intermediate_size=8 * width // 3,
+                                     num_hidden_layers=LAYERS, num_attention_heads=heads, max_position_embeddings=T)
     yield "gpt2", transformers.GPT2LMHeadModel(gpt2)
     yield "llama", transformers.LlamaForCausalLM(llama)
 
 
-def step(model, optimizer, idx):
-    start = time.process_time()
-    model(input_ids=idx, labels=idx).loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return time.process_time() - start
+def steps_of(model, idx):
+    """{variant: a function that makes one step and returns its seconds}."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+
+    def one(options):
+        w = None if options is None else watch(model, optimizer, **options)
+        if w:
+            w.checked = True  # the first step of a Watch looks at its numbers at once
+        start = time.process_time()
+        model(input_ids=idx, labels=idx).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds = time.process_time() - start
+        if w:
+            w.close()
+        return {"step": seconds}
+    return {name: (lambda options=options: one(options)) for name, options in VARIANTS.items()}
 
 
-def measure(model, steps, **options):
-    pair = [model, copy.deepcopy(model)]
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True) for m in pair]
-    w = watch(pair[1], optimizers[1], **options)
-    idx, ratios, plain = torch.randint(0, 4096, (B, T)), [], []
-    for i in range(steps + 3):
-        order = (0, 1) if i % 2 else (1, 0)
-        seconds = dict((k, step(pair[k], optimizers[k], idx)) for k in order)
-        if i >= 3:
-            ratios.append(100 * (seconds[1] / seconds[0] - 1))
-            plain.append(seconds[0])
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return {"percent": round(middle, 2), "from": round(low, 2), "to": round(high, 2), "sites": len(w.sites),
-            "taps_percent": round(100 * sum(tap_seconds(site.norm) for site in w.sites) / min(plain), 2)}
+def measure(model, seconds, rounds):
+    idx = torch.randint(0, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(0))
+    variants = steps_of(model, idx)
+    samples = {name: s["step"] for name, s in tools.interleave(variants, seconds, rounds).items()}
+    plain = tools.spread(samples["plain"])
+    w = watch(model)
+    alone = {name: sum(tap_seconds(site.norm, name == "fused") for site in w.sites) for name in ("tap", "fused")}
+    w.close()
+    report = {"plain": {**plain, "peak_mb": peak(variants["plain"])}}
+    for name in ("noise", "tap", "fused"):
+        ratio = tools.paired(samples[name], samples["plain"])
+        report[name] = dict(zip(("percent", "percent_q1", "percent_q3"), (100 * (r - 1) for r in ratio.values())))
+    for name in ("tap", "fused"):
+        report[name] |= {"peak_mb": peak(variants[name]), "taps_percent": 100e3 * alone[name] / plain["median_ms"]}
+    return report
 
 
-def tap_seconds(norm, times=30):
+def peak(run):
+    return tools.peak_bytes(run) / 2**20
+
+
+def tap_seconds(norm, fused, times=20):
     x, dy, seconds = torch.randn(B, T, *norm.shape), torch.randn(B, T, *norm.shape), []
     for _ in range(times):
         start = time.process_time()
-        taps.norm_rows(norm, dy, x, 0, None)
+        taps.norm_rows(norm, dy, x, 0, None, fused)
         seconds.append(time.process_time() - start)
     return statistics.median(seconds)
 
 
+def cell(row):
+    return f"{row['percent']:.1f}% ({row['percent_q1']:.1f} to {row['percent_q3']:.1f})"
+
+
+HEAD = """| | width | step | plain again | tap | fused | taps' arithmetic: tap, fused | peak memory: plain, tap, fused |
+|---|---|---|---|---|---|---|---|"""
+
+
+def line(r):
+    """A row of the table, as docs/watch.md shows it."""
+    base = r["plain"]["peak_mb"]
+    cells = [r["model"], str(r["width"]), f"{r['plain']['median_ms']:.0f} ms", *(cell(r[n]) for n in ("noise", "tap", "fused")),
+             ", ".join(f"{r[n]['taps_percent']:.2f}%" for n in ("tap", "fused")),
+             f"{base:.0f} MB, " + ", ".join(f"{100 * (r[n]['peak_mb'] / base - 1):+.1f}%" for n in ("tap", "fused"))]
+    return f"| {' | '.join(cells)} |"
+
+
 def arguments(parser):
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--fused", action="store_true", help="norm layers computed by our kernels")
+    parser.add_argument("--seconds", type=float, default=60, help="of each model and width")
+    parser.add_argument("--rounds", type=int, default=12, help="at least so many")
+    parser.add_argument("--widths", default="256,512")
+    parser.add_argument("--out", default="results/watch.json")
 
 
 def run(args):
     torch.set_num_threads(1)
-    for width in (256, 512):
+    print(HEAD, flush=True)
+    report = []
+    for width in map(int, args.widths.split(",")):
         for name, model in models(width):
-            options = {"fused": True} if args.fused else {}
-            print(json.dumps({"model": name, "width": width, "layers": LAYERS, "batch": B, "tokens": T, **options,
-                              **measure(model, args.steps, **options)}), flush=True)
+            report.append({"model": name, "width": width, "layers": LAYERS, "batch": B, "tokens": T,
+                           **measure(model, args.seconds, args.rounds)})
+            print(line(report[-1]), flush=True)
+    largest = {name: max(report, key=lambda r: r[name]["percent"]) for name in ("tap", "fused")}
+    finding = "A step takes at most " + " and ".join(
+        f"{cell(r[name])} more with {'a tap on each norm layer' if name == 'tap' else 'our norm kernels'} ({r['model']}, width "
+        f"{r['width']})" for name, r in largest.items()) + ": median and quartiles."
+    tools.write_json(args.out, {"finding": finding, "models": report})

@@ -33,6 +33,7 @@ RESULTS = {
         "step_ranks": "Training step under DDP",
         "step_quickstart_exact": "Calibration",
         "step_others": "Exact mode against per-sample gradients of others",
+        "watch": "watch in GPT-2 and Llama of Hugging Face",
         "grad_stats": "grad_stats, quickstart",
         "grad_stats_wikitext2": "grad_stats, wikitext2",
     },

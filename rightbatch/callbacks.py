@@ -42,13 +42,16 @@ class Callback:
 
     def numbers(self):
         """What is determined by now: loggers take no None."""
-        return {key: value for key, value in self.w.row().items() if value is not None}
+        return {key: value for key, value in self.w.row(all_ranks=True).items() if value is not None}
 
     # -- Hugging Face
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         first(self, sys._getframe(1).f_locals.get("self"))
         self.start(model, optimizer, getattr(optimizer, "scaler", None))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.w.start()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.w.step()
@@ -74,14 +77,15 @@ class Callback:
 
     def on_train_batch_start(self, trainer, module, batch, index):
         """A LightningModule's training_step is called, not the module: what its input is, the batch says."""
-        self.w.begin(module, (batch,), batch if hasattr(batch, "keys") else {})
+        self.w.start()
+        self.w.open_pass(module, (batch,), batch if hasattr(batch, "keys") else {})
 
     def on_before_backward(self, trainer, module, loss):
         self.w.end()
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         """Not by the optimizer's own hook: Lightning runs backward inside of optimizer.step."""
-        self.w.optimizer = optimizer
+        self.w.attach(optimizer)
         self.w.step()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):

@@ -60,7 +60,7 @@ class Exact:
         if any(hasattr(p, "placements") for p in self.parameters):
             raise WatchError("mode='exact' needs whole gradients, and these are sharded: mode='norm' works under FSDP")
         self.left_out, self.sums = {}, {}
-        self.rows = {}  # weight -> ids of its embedding in this pass, then (ids, those rows of its head's c_b)
+        self.picked = {}  # weight -> ids of its embedding in this pass, then (ids, those rows of its head's c_b)
         for layer in self.layers:
             if layer.kind == "embedding":
                 self.handles.append(layer.module.register_forward_pre_hook(owner.hook(self.expand)))
@@ -70,7 +70,7 @@ class Exact:
     # -- in the forward and backward passes
 
     def begin(self):
-        self.rows = {}  # a dict of its own for each pass: backward may come after the next forward
+        self.picked = {}  # a dict of its own for each pass: backward may come after the next forward
         for layer in self.layers:
             layer.calls = 0
 
@@ -105,6 +105,8 @@ class Exact:
         dtype = torch.promote_types(y.dtype, torch.float32)
         if layer.leaf is None or layer.leaf.device != y.device or layer.leaf.dtype != dtype:
             layer.leaf = torch.zeros(2 + taps.HEAD, dtype=dtype, device=y.device, requires_grad=True)
+            if not self.owner.sites:
+                layer.leaf.register_post_accumulate_grad_hook(self.owner.in_backward)
         return layer.leaf
 
     def measure(self, layer, rows, x, dy):
@@ -184,12 +186,30 @@ class Exact:
                 self.left_out.setdefault(layer.name, f"{self.parameters[wrong[0]]} is used elsewhere, too")
             layer.sums, layer.checked = None, True
 
-    def collect(self, norm_sites):
-        """(numbers, counts) of the layers that are covered: q, big, q and big in Adam's metric, |gradient|^2 not covered."""
+    def used_layers(self):
+        """Those of this step that are covered."""
         self.drop_what_is_used_elsewhere()
         used = [la for la in self.layers if la.leaf is not None and la.leaf.grad is not None and la.name not in self.left_out]
         lost = {p for la in self.layers if la.name in self.left_out for p in la.parameters}  # tied: all of it or nothing
-        used = [la for la in used if not lost & set(la.parameters)]
+        return [la for la in used if not lost & set(la.parameters)]
+
+    def rows(self):
+        """[(name, parameters, q, big)] of an open step, layers that share a weight as one."""
+        found = {}  # a layer's first parameter -> layers
+        for layer in self.used_layers():
+            found.setdefault(layer.parameters[0], []).append(layer)
+        rows = []
+        for layers in found.values():
+            parameters = list(dict.fromkeys(p for layer in layers for p in layer.parameters))
+            rows.append((" + ".join(layer.name for layer in layers), parameters,
+                         float(sum(layer.leaf.grad[0] for layer in layers)),
+                         float(sum(self.sums[p].square().sum() for p in parameters))))
+        return rows
+
+    def collect(self, norm_sites):
+        """(numbers, counts) of the layers that are covered: q, big, q and big in Adam's metric (big None where Adam does not
+        step all of them), |gradient|^2 not covered."""
+        used = self.used_layers()
         covered = {p for la in used for p in la.parameters}
         elsewhere = {p for site in norm_sites for p in site.parameters}
         first = next(iter(self.sums.values()))
@@ -201,11 +221,11 @@ class Exact:
             if p in covered:
                 metric = self.owner.metric_of(p)
                 big = big + s.square().sum()
-                weighted = weighted if metric is None else weighted + (metric * s.square()).sum()
+                weighted = None if metric is None or weighted is None else weighted + (metric * s.square()).sum()
             elif p not in elsewhere:
                 rest = rest + s.square().sum()
         self.forget()
-        return torch.stack([q[0], big, q[1], weighted, rest]), counts
+        return (q[0], big, q[1], weighted, rest), counts
 
     def forget(self):
         self.sums = {}
@@ -218,9 +238,9 @@ class Use(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, x, leaf, layer, exact, counts):
         ctx.save_for_backward(x)
-        ctx.layer, ctx.exact, ctx.counts, ctx.rows = layer, exact, counts, exact.rows
+        ctx.layer, ctx.exact, ctx.counts, ctx.rows = layer, exact, counts, exact.picked
         if layer.kind == "embedding":
-            exact.rows[layer.module.weight] = x  # for a head that has the same weight
+            exact.picked[layer.module.weight] = x  # for a head that has the same weight
         return y.data
 
     @staticmethod

@@ -1,5 +1,5 @@
 """fused=True: the model's LayerNorms and RMSNorms computed by our kernels (ln_kernel.py), which are often faster than its own.
-What they compute is the same up to rounding; parameters, state_dict and the taps stay."""
+What they compute is the same up to rounding; parameters and state_dict stay."""
 
 import torch
 

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+MATRICES = torch.nn.Linear, torch.nn.Embedding, torch.nn.modules.conv._ConvNd
+LARGEST = 2**18  # numbers in a weight of several dimensions: what is larger is a matrix, and trying it out would take gigabytes
+
 
 class WatchError(ValueError):
     """The model, or the way it is trained, has no noise scale that could be measured. The message says what to do."""
@@ -41,6 +44,8 @@ def bare(module, parameters):
 
 def recognise(module):
     """A Norm, or a word on why it is none, or None where it does not look like one at all."""
+    if isinstance(module, MATRICES):
+        return None
     parameters = {k: p for k, p in module._parameters.items() if p is not None}
     shapes = {p.shape for p in parameters.values()}
     if not 1 <= len(parameters) <= 2 or len(shapes) != 1 or any(p.numel() for c in module.children() for p in c.parameters()):
@@ -48,6 +53,8 @@ def recognise(module):
     shape = shapes.pop()
     if not 1 <= len(shape) <= 3 or isinstance(module, torch.nn.modules.batchnorm._NormBase) and module.track_running_stats:
         return None  # BatchNorm has a message of its own
+    if len(shape) > 1 and shape.numel() > LARGEST and not isinstance(module, torch.nn.LayerNorm):
+        return None
     if type(module).forward is torch.nn.Module.forward:
         return None
     inputs = list(inspect.signature(module.forward).parameters.values())

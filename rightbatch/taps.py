@@ -24,7 +24,10 @@ def new_leaf(n, dtype, device):
 def head(B, tokens, lengths, dtype, device):
     """The counts of one forward pass. lengths (B,): what each example weighs in the loss; None where they are equal."""
     if lengths is None:
-        return torch.tensor([1, B, B, B, 1 / B, tokens], dtype=dtype, device=device)
+        counts = torch.ones(HEAD, dtype=dtype, device=device)  # torch.tensor would copy a list to the device, and wait for it
+        for where, value in ((slice(1, 4), B), (4, 1 / B), (5, tokens)):
+            counts[where].fill_(value)
+        return counts
     lengths = lengths.detach().to(device, dtype)
     total, squares = lengths.sum(), lengths.square().sum()
     one = torch.ones_like(total)
@@ -44,20 +47,38 @@ class Gather(torch.autograd.Function):
 
 class Tap(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, x, z, norm, batch_dim, segments):
+    def forward(ctx, y, x, z, norm, batch_dim, segments, fused):
         ctx.save_for_backward(x)  # a closure would keep it alive under checkpointing
-        ctx.norm, ctx.batch_dim, ctx.segments = norm, batch_dim, segments
+        ctx.args = batch_dim, segments, fused
+        ctx.norm = norm
         # Neither a view nor a copy: what comes after may write into y, as it may into the norm's own output.
         return y.view_as(y) if torch.compiler.is_compiling() else y.data
 
     @staticmethod
     def backward(ctx, dy):
-        c = norm_rows(ctx.norm, dy, *ctx.saved_tensors, ctx.batch_dim, ctx.segments) if ctx.needs_input_grad[2] else None
-        return dy, None, c, None, None, None
+        c = norm_rows(ctx.norm, dy, *ctx.saved_tensors, *ctx.args) if ctx.needs_input_grad[2] else None
+        return dy, None, c, None, None, None, None
 
 
-def norm_rows(norm, dy, x, batch_dim, segments):
+def norm_rows(norm, dy, x, batch_dim, segments, fused=False):
     """(B, n): every example's gradient of weight(, bias). segments: (document of each position (B, T), how many), or None."""
+    plain = batch_dim != 0 or segments is not None or norm.eps is None or torch.compiler.is_compiling()  # who fuses by himself
+    c = None if plain else kernel_rows(norm, dy, x, fused)
+    return torch_rows(norm, dy, x, batch_dim, segments) if c is None else c
+
+
+def kernel_rows(norm, dy, x, fused):
+    """The same in one pass over x and dy, or None where no kernel takes it. On a CPU the kernel is C++ and has to be compiled,
+    half a minute for 0.4% of a step: only for whoever asked for our kernels (fused)."""
+    kind = x.device.type
+    if kind == "cpu" and not fused or x.dtype == torch.float64:
+        return None
+    from rightbatch.kernels import backends
+    tap = backends.resolve("auto", kind, x.dtype, dy.dtype).tap
+    return None if tap is None else tap(dy.detach(), x.detach(), norm.eps, not norm.centred, norm.bias)
+
+
+def torch_rows(norm, dy, x, batch_dim, segments):
     acc = torch.promote_types(x.dtype, torch.float32)
     x, dy = x.detach().to(acc), dy.detach().to(acc)
     C = norm.shape
@@ -66,7 +87,8 @@ def norm_rows(norm, dy, x, batch_dim, segments):
     else:
         xhat = torch.nn.functional.layer_norm(x, C, eps=norm.eps) if norm.centred else \
             torch.nn.functional.rms_norm(x, C, eps=norm.eps)
-    rows = [sum_positions(dy * xhat, norm, batch_dim, segments)]
+    product = dy * xhat if norm.eps is None else xhat.mul_(dy)  # in place: on a CPU fresh memory takes longer than the product
+    rows = [sum_positions(product, norm, batch_dim, segments)]
     if norm.bias:
         rows.append(sum_positions(dy, norm, batch_dim, segments))
     return rows[0] if len(rows) == 1 else torch.cat(rows, 1)

@@ -19,7 +19,7 @@ from rightbatch.watch import tensors, watch
 
 @dataclass
 class Report:
-    rows: list  # (site, sum |c_b|^2 by watch, by the loop, |sum c_b|^2 by watch, by the loop)
+    rows: list  # (layer, sum |c_b|^2 by watch, by the loop, |sum c_b|^2 by watch, by the loop)
     left_out: dict
     examples: int
 
@@ -29,9 +29,9 @@ class Report:
         return max(abs(off(got, want)) for _, *four in self.rows for got, want in (four[:2], four[2:]))
 
     def __str__(self):
-        width = max(len(row[0]) for row in self.rows)
+        width = max(5, *(len(row[0]) for row in self.rows))
         heads = "".join(f"  {head:>12} {'loop':>12} {'error':>8}" for head in ("sum |c_b|^2", "|sum c_b|^2"))
-        lines = [f"{'site':{width}}{heads}"]
+        lines = [f"{'layer':{width}}{heads}"]
         for name, *four in self.rows:
             lines.append(f"{name:{width}}" + "".join(
                 f"  {got:12.5e} {want:12.5e} {off(got, want):+8.0e}" for got, want in (four[:2], four[2:])))
@@ -44,8 +44,9 @@ def off(got, want):
 
 
 def verify(model, loss_fn, batch, examples=8, **options):
-    """A Report on the norm layers. loss_fn(model, batch) -> a mean loss over the batch; batch: a tensor, or tensors in a dict,
-    list or tuple, with the examples in dimension `batch_dim`; the first few are used. `options` go to watch."""
+    """A Report on the layers that watch measures: norm layers, and with mode="exact" others, too. loss_fn(model, batch) -> a
+    mean loss over the batch; batch: a tensor, or tensors in a dict, list or tuple, with the examples in dimension `batch_dim`;
+    the first few are used. `options` go to watch."""
     dim = options.get("batch_dim", 0)
     n = min(examples, next(t for t in tensors(batch) if t.dim() >= 2).shape[dim])
     mode, state = model.training, [p.grad for p in model.parameters()]
@@ -53,28 +54,30 @@ def verify(model, loss_fn, batch, examples=8, **options):
     w = watch(model, **options)
     try:
         loss_fn(model, cut(batch, dim, 0, n)).backward()
-        measured = {s.name: s.leaf.grad.double() for s in w.sites if s.leaf.grad is not None}
-        sites = {s.name: s.parameters for s in w.sites if s.name in measured}
+        measured = [(s.name, s.parameters, *norm_row(s)) for s in w.sites if s.leaf.grad is not None]
+        measured += w.exact.rows() if w.exact else []
         lengths = w.current.lengths
     finally:
         w.close()
     shares = torch.full((n,), 1 / n) if lengths is None else (lengths / lengths.sum()).cpu()
-    c = {name: [] for name in sites}
+    squares, sums = [0.0] * len(measured), [0.0] * len(measured)
     for b in range(n):
         model.zero_grad(set_to_none=True)
         (loss_fn(model, cut(batch, dim, b, 1)) * float(shares[b])).backward()
-        for name, parameters in sites.items():
-            c[name].append(torch.cat([p.grad.detach().double().flatten() for p in parameters]))
+        for i, (_, parameters, *_) in enumerate(measured):
+            c = torch.cat([p.grad.detach().double().flatten() for p in parameters])
+            squares[i], sums[i] = squares[i] + float(c.square().sum()), sums[i] + c
     for p, grad in zip(model.parameters(), state):
         p.grad = grad
     model.train(mode)
-    rows = []
-    for name, parts in c.items():
-        parts, size = torch.stack(parts), parts[0].numel()
-        got = measured[name]
-        rows.append((name, float(got[size:2 * size].sum()), float(parts.square().sum()), float(got[:size].square().sum()),
-                     float(parts.sum(0).square().sum())))
-    return Report(rows, w.left_out, n)
+    rows = [(name, q, squares[i], big, float(sums[i].square().sum())) for i, (name, _, q, big) in enumerate(measured)]
+    return Report(rows, w.left_out | (w.exact.left_out if w.exact else {}), n)
+
+
+def norm_row(site):
+    """(q, big) of an open step."""
+    sums, squares = site.leaf.grad.double()[:2 * site.size].split(site.size)
+    return float(squares.sum()), float(sums.square().sum())
 
 
 def cut(batch, dim, start, n):

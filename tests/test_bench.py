@@ -461,3 +461,19 @@ def test_help_lists_every_command_and_a_wrong_option_is_refused(monkeypatch, cap
     with pytest.raises(SystemExit) as e:
         bench.main()
     assert e.value.code == 2 and "unrecognized arguments: --second=2" in capsys.readouterr().err
+
+
+def test_watch_reports_tap_and_fused_against_plain_with_memory(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from benchmarks import watch
+    for name, value in dict(B=2, T=8, LAYERS=1, VOCABULARY=16).items():
+        monkeypatch.setattr(watch, name, value)
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "watch", "--seconds=0", "--rounds=3", "--widths=8",
+                                            f"--out={tmp_path}/watch.json"])
+    bench.main()
+    report = json.load(open(tmp_path / "watch.json"))
+    assert [row["model"] for row in report["models"]] == ["gpt2", "llama"] and "more with our norm kernels" in report["finding"]
+    for row in report["models"]:
+        assert row["plain"]["n"] == 3 and all(row[name]["peak_mb"] > 0 for name in ("plain", "tap", "fused"))
+        assert row["tap"]["percent_q1"] <= row["tap"]["percent"] <= row["tap"]["percent_q3"]
+    assert "| gpt2 | 8 | " in capsys.readouterr().out

@@ -214,3 +214,42 @@ def test_make_gpu_runs_to_the_end_of_each_part(part, monkeypatch):
     with fake_cuda.pretended(compiling=True), MadeUpNumbers():
         rows = gpu.run_part(part, setting)
     assert rows and not any("ran to its end" in row["check"] for row in rows), rows[-1]
+
+
+# ---- watch
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, dict(fused=True), dict(mode="exact")], ids=str)
+def test_watched_steps_launch_taps_and_never_wait_for_the_device(options, dtype, monkeypatch):
+    from rightbatch import watch
+    from rightbatch.recognise import recognise
+    from tests.watching import Plain
+    known = {kind: recognise(kind(16)) for kind in (torch.nn.LayerNorm, torch.nn.RMSNorm)}  # inside there are no numbers
+    monkeypatch.setattr(sys.modules["rightbatch.watch"], "recognise", lambda module: known.get(type(module)))
+    with fake_cuda.pretended() as launches:
+        with torch.device("cuda"):
+            model = Plain()
+            for module in model.modules():
+                for name, p in module.named_parameters(recurse=False):
+                    setattr(module, name, torch.nn.Parameter(p.to(dtype)))
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        w = watch(model, optimizer, **options)
+        w.checked = True  # the first step of all is looked at at once, in exact mode layer by layer
+        for layer in w.exact.layers if w.exact else ():
+            layer.checked = True
+        for _ in range(3):
+            for _ in range(2):
+                (model(torch.zeros(4, 12, dtype=torch.int64, device="cuda")) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(w.waiting) == 3 and all(step[0].is_cuda for step in w.waiting)
+        assert [name for name, _ in w.waiting[-1][3]] == ["forward", "backward"] * 2 + ["update"]
+    assert sum(launch.name == "tap_kernel" for launch in launches) == 3 * 2 * len(w.sites)
+
+
+@inside
+@pytest.mark.parametrize("arch, C, x, dy", [(80, 768, "bf16", "bf16"), (90, 4096, "fp32", "bf16"), (100, 4096, "fp32", "fp32")])
+def test_the_tap_kernel_spills_nothing_and_reads_every_byte_once(arch, C, x, dy):
+    report = triton_compile.inspect("tap", x, dy, arch, C)
+    assert report["spill_bytes"] == 0 and report["bytes_per_channel_and_row"] == sum({"bf16": 2, "fp32": 4}[t] for t in (x, dy))

@@ -747,6 +747,47 @@ def test_interpreted_triton_nan_reaches_output_and_norms_of_its_example_only():
     assert y[1, 1].isnan().all() and sq[0].isnan().tolist() == [False, True, False] and db.isfinite().all()
 
 
+TAPS = [(shape, dtypes, rms, bias) for shape, dtypes in [
+    ((3, 5, 7), "float32"), ((1, 70, 33), "float32"), ((2, 2, 1023), "float32"), ((4, 32), "float32"),
+    ((2, 3, 2, 16), "float32"), ((3, 5, 67), "autocast"), ((2, 9, 67), "bfloat16")]
+    for rms, bias in ((False, True), (False, False), (True, False))]
+
+
+def assert_tap_as_exact_as_its_input(shape, dtype, rms, bias, impl):
+    """c_b of every example against the same sums in float64, of what the kernel read."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(shape, generator=generator) for _ in range(2))
+    x = (3 * x + 1).to(torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+    dy = dy.to(torch.float32 if dtype == "float32" else torch.bfloat16)
+    xhat = x.double() if rms else x.double() - x.double().mean(-1, keepdim=True)
+    xhat = xhat * (xhat.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    expected = [v.reshape(shape[0], -1, shape[-1]).sum(1) for v in (dy.double() * xhat, dy.double())[:1 + bias]]
+    got = backends.resolve(impl, "cpu", x.dtype, dy.dtype).tap(dy, x, 1e-5, rms, bias)
+    assert got.dtype == torch.float32 and torch.allclose(got.double(), torch.cat(expected, 1), rtol=1e-4, atol=3e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 5])
+@pytest.mark.parametrize("shape, dtype, rms, bias", TAPS, ids=str)
+def test_a_tap_in_cpp_gives_each_examples_gradient(shape, dtype, rms, bias, threads):
+    torch.set_num_threads(threads)
+    shape = shape if threads == 1 else (2, 40_000 // (2 * shape[-1]), shape[-1])   # small ones stay on one thread
+    assert_tap_as_exact_as_its_input(shape, dtype, rms, bias, "cpu")
+
+
+@interpreted
+@pytest.mark.parametrize("shape, dtype, rms, bias", TAPS, ids=str)
+def test_interpreted_triton_tap_gives_each_examples_gradient(shape, dtype, rms, bias):
+    assert_tap_as_exact_as_its_input(shape, dtype, rms, bias, "triton")
+
+
+@interpreted
+def test_interpreted_triton_tap_leaves_rows_that_are_too_long_to_torch(monkeypatch):
+    from rightbatch.kernels import ln_triton
+    monkeypatch.setattr(ln_triton, "WHOLE_ROW", 32)
+    monkeypatch.setattr(ln_triton, "TILE", 16)
+    assert ln_triton.tap(torch.ones(2, 3, 33), torch.ones(2, 3, 33), 1e-5, True, False) is None
+
+
 def test_one_wave_of_programs_keeps_every_multiprocessor_busy():
     pytest.importorskip("triton", reason="triton is not installed (Linux only)")
     from rightbatch.kernels import ln_triton

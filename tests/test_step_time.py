@@ -5,11 +5,11 @@ import torch
 
 import train
 from configurator import Config
+from rightbatch.step_time import WARM_UP, StepTime, row, slowest, split
 from rightbatch.tracker import EARLY
 from tests.conftest import TINY
 from trainer import checkpoint, log
 from trainer.optimizer import Optimizer
-from trainer.step_time import WARM_UP, StepTime, row, slowest, split
 
 
 @pytest.fixture(autouse=True)

@@ -296,6 +296,8 @@ def test_a_copy_of_the_model_is_not_watched_and_does_not_disturb():
     ema = copy.deepcopy(model)
     again = torch.load(io.BytesIO(saved(model)), weights_only=False)
     for other in (ema, again):
+        hooks = [h for m in other.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+        assert hooks and all(type(h).__name__ == "Silent" for h in hooks)
         other(ids(3)).backward()
     model(idx).backward()
     w.step()
@@ -429,6 +431,104 @@ def test_the_real_grad_scaler_has_the_attribute_that_is_read():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
     assert float(scaler._scale) == 8.0
+
+
+@pytest.mark.parametrize("options", [{}, dict(mode="exact")], ids=str)
+def test_a_step_that_grad_scaler_skips_leaves_nothing_for_the_next(options):
+    """The overflow is in the head alone; the norm layers' numbers of that step are finite, with another factor."""
+    model, idx = plain(), ids()
+    names = NORMS if not options else list(dict(model.named_parameters()))
+    q, big = pair_of(truth_of(model, idx), names)
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    w = watch(model, optimizer, scaler=scaler, **options)
+    overflow = [False]
+    model.head.bias.register_hook(lambda grad: grad + float("inf") if overflow[0] else None)
+    for overflow[0] in (False, True, False):
+        for part in (ids(3) if overflow[0] else idx).split(2):
+            scaler.scale(model(part) / 2).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    w.row()
+    assert scaler.get_scale() == 512 and w.skipped == 1 and w.steps == 2
+    assert (w.last.small, w.last.big) == (pytest.approx(4 * q, rel=1e-4), pytest.approx(big, rel=1e-4))
+
+
+def test_an_average_of_weights_is_not_watched():
+    model, idx = plain(), ids()
+    w = watch(model)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    model(idx).backward()
+    average.update_parameters(model)
+    average(ids(3)).backward()
+    w.step()
+    check_last(w, *pair_of(truth_of(model, idx), NORMS), 4)
+
+
+class TwoSteps(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_an_optimizer_that_calls_the_step_of_its_base_closes_one_step():
+    model = plain()
+    optimizer = TwoSteps(model.parameters())
+    w = watch(model, optimizer)
+    for seed in range(2):
+        model(ids(seed)).backward()
+        optimizer.step()
+    assert w.steps == 2
+
+
+class Blocks(nn.Module):
+    """A model as torchtitan has them: blocks that are compiled and sharded one by one, weights that come last."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(32, 16)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.RMSNorm(16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Tanh())
+                                     for _ in range(2)])
+
+    def forward(self, idx):
+        x = self.embedding(idx)
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_watched_on_the_meta_device_then_compiled_sharded_and_initialised():
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    torch.manual_seed(0)
+    whole, idx = randomise(Blocks()), ids()
+    truth = loop(whole, {"idx": idx})
+    with torch.device("meta"):
+        model = Blocks()
+    w = watch(model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for block in model.blocks:
+            block.compile(backend="aot_eager")
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device="cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+        w.attach(optimizer)
+        with torch.no_grad():
+            for p, value in zip(model.parameters(), whole.parameters()):
+                p.to_local().copy_(value)
+        for _ in range(2):
+            for part in idx.split(2):
+                (model(part) / 2).backward()
+            optimizer.step()
+        assert "gns/norm_adam" in w.row()
+    finally:
+        dist.destroy_process_group()
+    names = [n for n, _ in whole.named_parameters() if n.startswith("blocks") and ".1." not in n[8:]]
+    q, big = pair_of(truth, names)
+    assert w.last.small / w.last.big == pytest.approx(4 * q / big, rel=1e-4)
 
 
 def test_with_an_optimizer_steps_close_themselves_and_clipping_does_not_matter():

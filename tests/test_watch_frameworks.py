@@ -117,7 +117,7 @@ def test_lightning_agrees_with_accumulation_and_logs_the_keys(tmp_path):
                          log_every_n_steps=1, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
                          enable_model_summary=False, default_root_dir=tmp_path)
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2, shuffle=False))
-    assert len(lasts) == 4 and lasts[0].examples == 4
+    assert len(lasts) == 4 and lasts[0].examples == 4 and callback.w.mean_length == 12
     assert lasts[0].small / lasts[0].big == pytest.approx(4 * q / big, rel=1e-4)
     assert trainer.callback_metrics["gns/norm_tr_sigma"] > 0 and "gns/norm_adam_tr_sigma" in trainer.callback_metrics
 
@@ -170,6 +170,13 @@ def test_two_ranks_agree_with_the_loop_over_all_examples(ranks, case):
     q, big = ranks["truth"]
     assert ranks[case]["examples"] == 8
     assert ranks[case]["small"] == pytest.approx(8 * q, rel=1e-4) and ranks[case]["big"] == pytest.approx(big, rel=1e-4)
+
+
+def test_what_ddp_waits_for_is_fixed_cost_and_the_slowest_ranks_clock_counts(ranks):
+    """8 examples on two ranks: 1 s of forward and backward on one, 2 s on the other, 5 s of communication."""
+    own, slowest = ranks["times"]["own"], ranks["times"]["slowest"]
+    assert (own["per_sequence"][0], own["fixed"][0]) == (pytest.approx(1 / 8), pytest.approx(5))
+    assert (slowest["per_sequence"][0], slowest["fixed"][0]) == (pytest.approx(2 / 8), pytest.approx(5))
 
 
 def test_adams_metric_is_the_same_on_shards(ranks):

@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from rightbatch import verify
+from rightbatch import WatchError, verify
 from tests.test_watch_lengths import ragged
 from tests.watching import TINY, Encoder, Plain, hf, ids, plain, randomise
 
@@ -48,3 +48,33 @@ def test_sequence_first_is_cut_along_its_batch():
 def test_ragged_batches_agree_with_their_shares():
     model = hf("LlamaForCausalLM", "LlamaConfig", **TINY)
     assert verify(model, lambda m, batch: m(**batch).loss, ragged()).error < 1e-4
+
+
+@needs_transformers
+@pytest.mark.parametrize("name, config, settings", [
+    ("GPT2LMHeadModel", "GPT2Config", dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=1,
+                                           eos_token_id=2)),
+    ("LlamaForCausalLM", "LlamaConfig", TINY)])
+def test_all_layers_are_in_the_table_with_mode_exact(name, config, settings):
+    model = hf(name, config, **settings)
+    report = verify(model, lambda m, batch: m(**batch).loss, ragged(), mode="exact")
+    assert report.error < 1e-4 and not report.left_out
+    names = [part for row in report.rows for part in row[0].split(" + ")]
+    assert {"lm_head", "model.norm"} <= set(names) or "transformer.wte + lm_head" in [row[0] for row in report.rows]
+
+
+class WeightlessNorms(Plain):
+    """As nanochat's: norms are functions without a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = self.second = torch.nn.RMSNorm(16, elementwise_affine=False)
+
+
+def test_a_model_whose_norms_have_no_weight_is_refused_and_exact_mode_agrees():
+    torch.manual_seed(0)
+    model = WeightlessNorms()
+    with pytest.raises(WatchError, match="mode='exact' watches the other layers"):
+        verify(model, lambda m, idx: m(idx), ids())
+    report = verify(model, lambda m, idx: m(idx), ids(), mode="exact")
+    assert report.error < 1e-4 and [row[0] for row in report.rows] == ["embedding", "hidden", "head"]

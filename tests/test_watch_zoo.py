@@ -108,6 +108,23 @@ def test_what_is_no_norm_layer_is_not_taken_for_one(module):
     assert recognise(module) is None
 
 
+class Experts(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(64, 1024, 4096, device="meta"))
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("module", [torch.nn.Embedding(200_000, 4096, device="meta"), Experts(),
+                                    torch.nn.Linear(4096, 16384, bias=False, device="meta")], ids=lambda m: type(m).__name__)
+def test_large_matrices_are_not_tried_out(module, monkeypatch):
+    """Trying them would take gigabytes."""
+    monkeypatch.setattr(torch, "randn", lambda *sizes, **kwargs: pytest.fail(f"tried with an input of {sizes}"))
+    assert recognise(module) is None
+
+
 # Classes whose source stands alone, compiled without importing the hundreds of modules that they are in.
 CLASS = re.compile(r"^class (\w*Norm\w*)\((?:nn\.Module|nn\.LayerNorm)\):\n(?:[ \t]+.*\n|\s*\n)+", re.M)
 

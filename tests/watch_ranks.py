@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
 import torch
@@ -38,6 +39,37 @@ def ddp(rank, data):
     return last(w)
 
 
+def times(rank, data):
+    """What DDP waits for is fixed cost: the clock stands still but for the all-reduce, which is over when backward is. And of
+    several clocks the slowest rank's counts."""
+    from rightbatch.step_time import StepTime
+    clock, over = [0.0], threading.Event()
+    StepTime.now = lambda self: clock[0]
+    model = plain()
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+
+    def all_reduce(state, bucket):
+        def wait(future):
+            assert over.wait(60), "DDP waited for its gradients before watch looked at the clock"
+            clock[0] += 5.0
+            return future.value()[0] / 2
+        return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(wait)
+    wrapped.register_comm_hook(None, all_reduce)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    w = watch(wrapped, optimizer)
+    looked = w.backward_over
+    w.backward_over = lambda: (looked(), over.set())
+    for _ in range(8):
+        over.clear()
+        loss = wrapped(data[rank])
+        clock[0] += 1.0 + rank
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    w.fetch()
+    return dict(own=w.timer.estimate(), slowest=w.step_cost(all_ranks=True))
+
+
 def fsdp(rank, data):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -69,7 +101,8 @@ def main(folder):
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), rank=rank, world_size=2)
     data = ids(batch=8).split(4)
-    numbers = dict(truth=pair_of(loop(plain(), {"idx": torch.cat(data)}), NORMS), ddp=ddp(rank, data), fsdp=fsdp(rank, data))
+    numbers = dict(truth=pair_of(loop(plain(), {"idx": torch.cat(data)}), NORMS), ddp=ddp(rank, data), fsdp=fsdp(rank, data),
+                   times=times(rank, data))
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"):
         numbers |= huggingface(folder)
     if rank == 0:

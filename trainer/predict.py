@@ -18,11 +18,12 @@ import numpy as np
 import configurator
 import gns
 from configurator import ConfigError
+from rightbatch.decision import TUNED, Cost, product, right_batch
+from rightbatch.tracker import named
 from trainer import log
 from trainer.curves import curve, reach
 from trainer.noise_scale import source
 
-TUNED = "Assumes a learning rate tuned for each batch size."
 CHECKED = "How far predictions were checked: docs/whatif.md."
 NOISE = {"gns/total_adam": "the whole model's in Adam's metric, every step exact",
          "gns/calibrated_adam": "the whole model's in Adam's metric: the norm layers' times a measured factor",
@@ -50,25 +51,6 @@ class Run:
 
 
 @dataclasses.dataclass
-class Cost:
-    """Seconds of a step: fixed + per_sequence x B, each a triple."""
-    fixed: tuple
-    per_sequence: tuple
-    source: str
-
-    def step(self, batch):
-        """(seconds, low, high). Both errors as if independent: those of a fit partly cancel, so this is rather too wide."""
-        value = self.fixed[0] + self.per_sequence[0] * batch
-        off = [math.hypot(self.fixed[0] - self.fixed[i], batch * (self.per_sequence[0] - self.per_sequence[i])) for i in (1, 2)]
-        return value, value - off[0], value + off[1]
-
-    def ratio(self):
-        """t0 / t1 in sequences. Its ends take both errors against each other: in a fit one is high where the other is low."""
-        (f, f_low, f_high), (s, s_low, s_high) = self.fixed, self.per_sequence
-        return f / s, f_low / s_high, f_high / s_low
-
-
-@dataclasses.dataclass
 class Machine:
     """What the table is for: the run's own machine, or the one that the command line asks for."""
     devices: int
@@ -79,16 +61,6 @@ class Machine:
     @property
     def quantum(self):
         return self.devices * self.micro
-
-
-def product(*triples):
-    """The product of independent triples: relative errors in quadrature."""
-    value = math.prod(t[0] for t in triples)
-    if value <= 0:
-        return 0.0, 0.0, math.prod(t[2] for t in triples)
-    down = math.hypot(*(math.log(t[0] / t[1]) if t[1] > 0 else math.inf for t in triples))
-    up = math.hypot(*(math.log(t[2] / t[0]) for t in triples))
-    return value, value * math.exp(-down), value * math.exp(up)
 
 
 # -- from the log to phases
@@ -319,27 +291,15 @@ def row_at(phases, batch, block, cost, rate=None):
     """What reaching the loss at a constant batch takes; rate is money per second."""
     steps = steps_at(phases, batch)
     row = {"batch": batch}
-    row |= spell("steps", steps) | spell("tokens", tuple(s * batch * block for s in steps))
+    row |= named("steps", steps) | named("tokens", tuple(s * batch * block for s in steps))
     seconds = product(steps, cost.step(batch)) if cost else (None, None, None)
-    row |= spell("seconds", seconds)
-    return row | (spell("money", tuple(s * rate for s in seconds)) if rate and cost else {})
-
-
-def spell(name, values):
-    return {name: values[0], f"{name}_low": values[1], f"{name}_high": values[2]}
+    row |= named("seconds", seconds)
+    return row | (named("money", tuple(s * rate for s in seconds)) if rate and cost else {})
 
 
 def mean_noise(phases):
     """The noise scale that stands for all phases (gns.fewest)."""
     return ordered(*(examples / steps for steps, examples in (gns.fewest(at(phases, end)) for end in (0, 1, 2))))
-
-
-def right_batch(noise, cost, quantum):
-    """{"time", "tokens", "balance"}: sqrt(N t0/t1), but not below the quantum, the smallest batch that the hardware runs well;
-    the quantum; N."""
-    time = tuple(math.sqrt(v) for v in product(noise, cost.ratio())) if cost else (None, None, None)
-    return {**spell("time", tuple(v if v is None else max(v, quantum) for v in time)), "time_formula": time[0],
-            "tokens": quantum, **spell("balance", noise)}
 
 
 def fastest_constant(phases, cost, quantum):
@@ -474,5 +434,5 @@ def step_time(cost):
     if cost is None:
         return {"fixed_ms": None, "per_sequence_ms": None}
     parts = (("fixed_ms", cost.fixed), ("per_sequence_ms", cost.per_sequence))
-    return {k: v for name, values in parts for k, v in spell(name, tuple(1e3 * v for v in values)).items()} | {
+    return {k: v for name, values in parts for k, v in named(name, tuple(1e3 * v for v in values)).items()} | {
         "source": cost.source}

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from configurator import ConfigError
+from rightbatch import step_time
 from rightbatch.tracker import crossed, named
-from trainer import busy, checkpoint, hardware, log, noise_scale, resume, step_time, summary
+from trainer import busy, checkpoint, hardware, log, noise_scale, resume, summary
 from trainer.step import to_host
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops

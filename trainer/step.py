@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from rightbatch import step_time
 from rightbatch.crosscheck import CrossCheck
 from rightbatch.tracker import Tracker, local, scale_row
-from trainer import hardware, step_time
+from trainer import hardware
 from trainer.grad_stats import GradStats
 from trainer.optimizer import Optimizer
 

@@ -12,6 +12,7 @@ and, where it has them,
     add_forward(x, branch, weight, bias, eps, rms, out_dtype) -> x + branch, y, stats                without autograd
     add_backward(dtotal or None, dy, x + branch, weight, stats, metric, rms, has_bias, tracked, branch_dtype)
         -> dx, dbranch, dweight, dbias or None, sq or None
+    tap(dy, x, eps, rms, bias) -> (B, C or 2C)                        each example's gradient of weight(, bias), from x and dy
     try_launch()                                                      raises where no kernel runs
 """
 
@@ -50,6 +51,7 @@ class Backend:
     add_norm = functools.cached_property(lambda self: getattr(self.functions, "add_norm", None))
     add_forward = functools.cached_property(lambda self: getattr(self.functions, "add_forward", None))
     add_backward = functools.cached_property(lambda self: getattr(self.functions, "add_backward", None))
+    tap = functools.cached_property(lambda self: getattr(self.functions, "tap", None))
 
     def available(self):
         """(whether it works here, why or why not). Tried once; a failure is said once."""
@@ -68,7 +70,7 @@ class Backend:
 def _load_cpu():
     from rightbatch.kernels import cpp
     try:
-        return cpp.operators("norm", "add_norm", "forward", "backward")
+        return cpp.operators("norm", "add_norm", "forward", "backward", "tap")
     except (OSError, RuntimeError) as e:
         raise RuntimeError(f"no C++ kernel ({e})") from e
 

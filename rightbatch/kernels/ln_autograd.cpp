@@ -15,6 +15,8 @@ extern "C" void norm_forward(const void* x, const void* branch, void* sum, const
 extern "C" void norm_backward(const void* dy, const void* ds, const void* x, const float* w, const float* stats,
                               const float* metric, void* dx, float* dw, float* db, float* sq, int64_t B, int64_t T, int64_t C,
                               int rms, int dtypes, int threads);
+extern "C" void norm_tap(const void* dy, const void* x, float* rows, int64_t B, int64_t T, int64_t C, float eps, int rms,
+                         int bias, int dtypes, int threads);
 
 namespace {
 
@@ -163,6 +165,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor& dy, const Tens
     return run_backward(dy, Tensor(), x, weight, stats, metric, rms, has_bias, tracked);
 }
 
+Tensor tap(const Tensor& dout, const Tensor& input, double eps, bool rms, bool bias) {
+    const Tensor dy = dout.contiguous(), x = input.contiguous();
+    TORCH_CHECK(x.numel() > 0 && x.sizes() == dy.sizes(), "a tap needs x and dy of one shape, got ", x.sizes(), " and ",
+                dy.sizes());
+    const int64_t B = x.size(0), C = x.size(-1), T = x.numel() / (B * C);
+    Tensor rows = empty({B, (bias ? 2 : 1) * C});
+    norm_tap(data(dy), data(x), data<float>(rows), B, T, C, eps, rms, bias, dtypes_of(x.scalar_type(), dy.scalar_type()),
+             threads_for(x));
+    return rows;
+}
+
 }  // namespace
 
 TORCH_LIBRARY(rightbatch_cpu, m) {
@@ -172,6 +185,7 @@ TORCH_LIBRARY(rightbatch_cpu, m) {
     m.def("forward(Tensor x, Tensor weight, Tensor? bias, float eps, bool rms, ScalarType dtype) -> (Tensor, Tensor)");
     m.def("backward(Tensor dy, Tensor x, Tensor weight, Tensor stats, Tensor? metric, bool rms, bool has_bias, "
           "bool tracked) -> (Tensor, Tensor, Tensor, Tensor)");
+    m.def("tap(Tensor dy, Tensor x, float eps, bool rms, bool bias) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(rightbatch_cpu, CPU, m) {   // where autograd is out of the way, in inference mode, it adds nothing
@@ -179,6 +193,7 @@ TORCH_LIBRARY_IMPL(rightbatch_cpu, CPU, m) {   // where autograd is out of the w
     m.impl("add_norm", add_norm);
     m.impl("forward", forward);
     m.impl("backward", backward);
+    m.impl("tap", tap);
 }
 
 TORCH_LIBRARY_IMPL(rightbatch_cpu, AutogradCPU, m) {

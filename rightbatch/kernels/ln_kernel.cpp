@@ -1,6 +1,6 @@
 // LayerNorm and RMSNorm for CPUs: the backward pass also returns each example's squared gradient norm.
 //
-// x is (B, T, C), contiguous; one example is T rows of C channels. ln_autograd.cpp calls the two entry points at the bottom,
+// x is (B, T, C), contiguous; one example is T rows of C channels. ln_autograd.cpp calls the entry points at the bottom,
 // build.py compiles both files. No torch headers.
 //
 // Forward:  y = (x - mean) * rstd * w + b, mean and rstd kept in float32. RMSNorm: mean = 0, b = 0. Where a branch ends in
@@ -10,6 +10,7 @@
 //           plus, after a branch, what arrives for x + branch from its other uses
 //           example b adds  c_b = sum_T(dy * xhat)  to dweight and  sum_T(dy)  to dbias
 //           sq[b] = |c_b|^2, and sum_j p_j c_bj^2 with a metric p
+// Tap:      c_b alone, for a norm layer of somebody else's
 //
 // Each thread owns one contiguous range of rows, whatever B is, and walks it example by example. c_b is accumulated in
 // 2C floats that stay in cache; when the example ends, its norm and its share of the total are taken from there. That
@@ -148,6 +149,28 @@ template <class Wide = vec, class F> INLINE float sum_channels(int64_t C, F f) {
 
 // ---- forward
 
+// Two passes instead of E[x^2] - mean^2: the row is in L1, and no digits cancel.
+template <class Wide, class X> INLINE float mean_of(const X* row, int64_t C) {
+    return sum_channels<Wide>(C, [=](auto v, int64_t j) ALWAYS_INLINE { return load<decltype(v)>(row + j); }) / C;
+}
+
+// The sum of a row far from 0 was rounded by more than its mean can bear; what is left after the subtraction says by how much.
+// (bf16 can bear it.)
+template <class Wide, bool Rms, class X> INLINE float rstd_of(const X* row, float* mean, int64_t C, float eps) {
+    constexpr bool mend = !Rms && std::is_same_v<X, float>;
+    const float m = Rms ? 0 : *mean;
+    Sum<kLanes> sum_d, sum_dd;
+    for_channels<Wide, kTurns<Wide>>(C, [&](auto v, int64_t j, int turn) ALWAYS_INLINE {
+        const auto d = load<decltype(v)>(row + j) - m;
+        sum_dd.add(d * d, turn);
+        if (mend) sum_d.add(d, turn);
+    });
+    const float left = mend ? sum_d.total() / C : 0;
+    if (mend) *mean = m + left;
+    const float var = sum_dd.total() / C - left * left;   // may be rounded to below 0; a NaN stays one
+    return 1 / std::sqrt(std::max(var, 0.f) + eps);
+}
+
 // n rows, stage by stage. A short row is over before its sum is known, and the next stage waits for that: with several
 // rows in a stage the processor has other work meanwhile. Long rows go one by one, so that they stay in L1.
 constexpr int64_t kForwardRows = 4, kInterleavedRow = 512;
@@ -162,26 +185,8 @@ inline void forward_rows(const X* input, const Y* branch, X* sum, X* row, const 
         using V = decltype(v);
         store(row + j, load<V>(input + j) + load<V>(branch + j));
     });
-    for (int64_t i = 0; !Rms && i < n; ++i)
-        mean[i] = sum_channels<Wide>(C, [row = x + i * C](auto v, int64_t j) ALWAYS_INLINE {
-            return load<decltype(v)>(row + j);
-        }) / C;
-    for (int64_t i = 0; i < n; ++i) {
-        // Two passes instead of E[x^2] - mean^2: the row is in L1, and no digits cancel. The sum of a row far from 0 was
-        // rounded by more than its mean can bear; what is left after the subtraction says by how much. (bf16 can bear it.)
-        constexpr bool mend = !Rms && std::is_same_v<X, float>;
-        const float m = Rms ? 0 : mean[i];
-        Sum<kLanes> sum_d, sum_dd;
-        for_channels<Wide, kTurns<Wide>>(C, [&, row = x + i * C](auto v, int64_t j, int turn) ALWAYS_INLINE {
-            const auto d = load<decltype(v)>(row + j) - m;
-            sum_dd.add(d * d, turn);
-            if (mend) sum_d.add(d, turn);
-        });
-        const float left = mend ? sum_d.total() / C : 0;
-        if (mend) mean[i] = m + left;
-        const float var = sum_dd.total() / C - left * left;   // may be rounded to below 0; a NaN stays one
-        rstd[i] = 1 / std::sqrt(std::max(var, 0.f) + eps);
-    }
+    for (int64_t i = 0; !Rms && i < n; ++i) mean[i] = mean_of<Wide>(x + i * C, C);
+    for (int64_t i = 0; i < n; ++i) rstd[i] = rstd_of<Wide, Rms>(x + i * C, Rms ? nullptr : mean + i, C, eps);
     for (int64_t i = 0; i < n; ++i)
         for_channels<Wide>(C, [=, at = i * C, m = Rms ? 0 : mean[i], r = rstd[i]](auto v, int64_t j, int) ALWAYS_INLINE {
             using V = decltype(v);
@@ -456,6 +461,45 @@ void forward(const X* x, const Y* branch, X* sum, const float* w, const float* b
     });
 }
 
+// ---- a tap: c_b of each example, from the x and dy of a norm layer that somebody else computes, read once each
+
+// The rows first to stop of one example, into acc, (1 or 2, C).
+template <bool Rms, bool Bias, class X, class Y>
+void tap_rows(const Y* dy, const X* x, float* acc, int64_t first, int64_t stop, int64_t C, float eps) {
+    std::fill_n(acc, (Bias ? 2 : 1) * C, 0.f);
+    for (int64_t row = first; row < stop; ++row) {
+        const X* const xs = x + row * C;
+        const Y* const ds = dy + row * C;
+        float mean = Rms ? 0 : mean_of<Wide<X, Y>>(xs, C);
+        const float rstd = rstd_of<Wide<X, Y>, Rms>(xs, &mean, C, eps);
+        for_channels<Wide<X, Y>>(C, [&](auto v, int64_t j, int) ALWAYS_INLINE {
+            using V = decltype(v);
+            __builtin_prefetch(xs + C + j);
+            const V d = load<V>(ds + j);
+            store(acc + j, load<V>(acc + j) + d * ((load<V>(xs + j) - mean) * rstd));
+            if (Bias) store(acc + C + j, load<V>(acc + C + j) + d);
+        });
+    }
+    for (int64_t kind = 0; kBothBf16<X, Y> && kind < (Bias ? 2 : 1); ++kind) reorder<true>(acc + kind * C, acc + kind * C, C);
+}
+
+// Where there are fewer examples than threads, each is cut into parts, which are added up in order.
+template <bool Rms, bool Bias, class X, class Y>
+void tap(const Y* dy, const X* x, float* rows, int64_t B, int64_t T, int64_t C, float eps, int threads) {
+    const int64_t n = (Bias ? 2 : 1) * C, parts = std::min<int64_t>(T, (threads + B - 1) / B);
+    const Floats memory(parts > 1 ? B * parts * n : 0);
+    float* const out = parts > 1 ? memory.begin() : rows;
+    on_threads(threads, [=](int thread, int workers) {
+        for (int64_t i = B * parts * thread / workers; i < B * parts * (thread + 1) / workers; ++i) {
+            const int64_t begin = i / parts * T, part = i % parts;
+            tap_rows<Rms, Bias>(dy, x, out + i * n, begin + part * T / parts, begin + (part + 1) * T / parts, C, eps);
+        }
+    });
+    if (parts == 1) return;
+    std::fill_n(rows, B * n, 0.f);
+    for (int64_t i = 0; i < B * parts; ++i) add_to(rows + i / parts * n, out + i * n, n);
+}
+
 }  // namespace
 
 extern "C" {
@@ -488,6 +532,21 @@ void norm_backward(const void* dy, const void* ds, const void* x, const float* w
         if (rms) backward<true, false>(a, threads);
         else if (db) backward<false, true>(a, threads);
         else backward<false, false>(a, threads);
+    };
+    if (dtypes == 0) run((const float*)dy, (const float*)x);
+    if (dtypes == 1) run((const bf16*)dy, (const float*)x);
+    if (dtypes == 2) run((const bf16*)dy, (const bf16*)x);
+}
+
+// rows: (B, 1 or 2, C).
+void norm_tap(const void* dy, const void* x, float* rows, int64_t B, int64_t T, int64_t C, float eps, int rms, int bias,
+              int dtypes, int threads) {
+    auto run = [=](auto dy, auto x) {
+        using X = std::remove_const_t<std::remove_pointer_t<decltype(x)>>;
+        using Y = std::remove_const_t<std::remove_pointer_t<decltype(dy)>>;
+        const auto f = rms ? (bias ? tap<true, true, X, Y> : tap<true, false, X, Y>)
+                           : (bias ? tap<false, true, X, Y> : tap<false, false, X, Y>);
+        f(dy, x, rows, B, T, C, eps, threads);
     };
     if (dtypes == 0) run((const float*)dy, (const float*)x);
     if (dtypes == 1) run((const bf16*)dy, (const float*)x);

@@ -1,4 +1,4 @@
-"""The Triton (CUDA) kernels of ln_kernel.py: forward, backward, add_forward and add_backward, as backends.py lists them.
+"""The Triton (CUDA) kernels of ln_kernel.py: forward, backward, add_forward, add_backward and tap, as backends.py lists them.
 
 Never run on a real GPU. Tested in Triton's interpreter (TRITON_INTERPRET=1) and compiled for sm_80, sm_90 and sm_100:
 `python bench.py triton` prints registers, spills, barriers and global traffic.
@@ -8,6 +8,8 @@ and dx is written once, and so do that part's sums for dweight and dbias. The pa
 second kernel, in a fixed order: no atomics, the same bits in every run. One wave of programs: as many as the device keeps
 resident, whatever B is. Rows too long for registers (WHOLE_ROW) are cut into tiles of channels, whose programs get the row's
 two means from a kernel before them: x and dy are then read twice.
+
+tap: the per-example sums alone, of a norm layer that somebody else computes; x and dy are read once.
 
 add_*: x + branch is formed on the way, as residual streams need it, and its gradient goes to both. Without it the addition and
 its backward pass would be a read and a write of the residual stream each, which the compiler cannot fuse into our kernels.
@@ -146,6 +148,43 @@ def finish_kernel(partials, metric, grad, sq,            # metric, grad (KINDS, 
                 for plane in tl.static_range(KINDS, PLANES, SITES):
                     tl.store(sq + (tile * PLANES + plane) * B + b, 0.0)
     tl.store(grad + kind * C + cols, total.to(grad.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def tap_kernel(dy, x, partials, T, C, parts, eps,        # partials (B, parts, 1 or 2, C)
+               RMS: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64)
+    b, part = pid // parts, pid % parts
+    cols = tl.arange(0, BLOCK)
+    mask = cols < C
+    dw = tl.zeros([BLOCK], tl.float32)
+    db = tl.zeros([BLOCK], tl.float32)
+    for row in range(b * T + part * T // parts, b * T + (part + 1) * T // parts):
+        xhat = tl.load(x + row * C + cols, mask=mask, other=0.0).to(tl.float32)
+        if not RMS:
+            xhat = tl.where(mask, xhat - tl.sum(xhat, 0) / C, 0.0)
+        xhat *= 1.0 / tl.sqrt(tl.sum(xhat * xhat, 0) / C + eps)
+        d = tl.load(dy + row * C + cols, mask=mask, other=0.0).to(tl.float32)
+        dw += d * xhat
+        if BIAS:
+            db += d
+    KINDS: tl.constexpr = 2 if BIAS else 1
+    tl.store(partials + pid * KINDS * C + cols, dw, mask=mask)
+    if BIAS:
+        tl.store(partials + (pid * KINDS + 1) * C + cols, db, mask=mask)
+
+
+def tap(dy, x, eps, rms, bias):
+    """(B, C or 2C), or None: a row that is too long for registers."""
+    dy, x, B, C = dy.contiguous(), x.contiguous(), x.shape[0], x.shape[-1]
+    T, kinds = x.numel() // (B * C), 2 if bias else 1
+    parts, tiles, options = plan(B, T, C, multiprocessors(x))
+    if tiles > 1:
+        return None
+    partials = x.new_empty((B, parts, kinds * C), dtype=torch.float32)
+    with torch.cuda.device_of(x):
+        tap_kernel[(B * parts,)](dy, x, partials, T, C, parts, eps, RMS=rms, BIAS=bias, **options)
+    return partials.sum(1)
 
 
 def add_forward(x, branch, weight, bias, eps, rms, out_dtype):

@@ -13,6 +13,10 @@ Communication that is not hidden. Several micro-steps: only the last one communi
 One micro-step under DDP: the time after the last gradient is ready. One under FSDP: it cannot be told, and counts into t1.
 A process that is faster than the others waits for them, which looks like communication: the slowest one's estimate is taken.
 On Apple's MPS nothing is measured: its clock cannot be read without waiting.
+
+train.py takes the moments itself (begin, mark, end). watch has hooks instead (`from_hooks`): a micro-step is from where the
+forward pass begins to where the backward pass ends, the rest from there to the end of the update. Under DDP that moment lies
+before the wait for other processes, which is fixed cost then.
 """
 
 import statistics
@@ -76,6 +80,17 @@ class StepTime:
         micro, fixed = split(micro_steps, update, self.world > 1, tail)
         self.averages.update((micro, prepared + fixed), tokens)
 
+    def absorb_hooks(self, events, passes, examples, tokens, kind=None):
+        """The same from what hooks saw. examples: of the step, over all processes. self.sequences is 1 then: micro-batches may
+        differ."""
+        found = from_hooks(events, passes)
+        self.seen[kind] = self.seen.get(kind, 0) + bool(found)
+        if not found or self.seen[kind] <= WARM_UP:
+            return
+        *micro_steps, update = (self.between(a, b) for a, b in found)
+        micro, fixed = split(micro_steps, update, self.world > 1, None)
+        self.averages.update((micro * len(micro_steps) / examples, fixed), tokens)
+
     def estimate(self, level=0.95):
         """{"fixed": (value, low, high), "per_sequence": the same} in seconds, or None while there are too few steps."""
         z = self.averages.quantile(level)
@@ -103,6 +118,31 @@ def split(micro_steps, update, communicates, tail):
         usual = statistics.fmean(others)
         return usual, last - usual + update
     return last - (tail or 0.0), (tail or 0.0) + update
+
+
+def from_hooks(events, passes):
+    """[(begin, end)] of each micro-step and of the update, or None where hooks do not tell. events: [(what, moment)] of a step:
+    "start" before its first forward pass, "forward" begins, "backward" is over, "update" is over.
+
+    A compiled model's forward pass has no moment of its own: a micro-step begins at its "start" or where the last one ended.
+    A step with a forward pass that no backward pass followed (passes: how many there were that did) is not counted."""
+    names = [what for what, _ in events]
+    compiled = "forward" not in names
+    if "backward" not in names or names[-1] != "update" or names.count("backward" if compiled else "forward") != passes:
+        return None
+    begun, over, found = None, None, []
+    for what, moment in events[:-1]:
+        if what != "backward":
+            begun = moment if begun is None else begun
+            continue
+        if begun is None and not compiled:  # a second backward pass of the same forward pass
+            found[-1:] = [(found[-1][0], moment)] if found else []
+        elif begun is None and over is None:
+            return None
+        else:
+            found.append((over if begun is None else begun, moment))
+        begun, over = None, moment
+    return [*found, (over, events[-1][1])]
 
 
 def slowest(estimates):
