@@ -18,7 +18,7 @@ def example(name):
 def test_the_plain_loop_verifies_itself_and_prints_the_noise_scale(capsys):
     w = example("plain_loop").main(["--steps=10"])
     out = capsys.readouterr().out
-    assert "largest error" in out and out.count("noise scale ") == 5 and "in Adam's metric" in out
+    assert "largest error" in out and out.count(" noise scale ") >= 5 and "in Adam's metric" in out
     assert w.scales["norm"].averages.updates == 10
     assert "A step takes" in out or "too few steps" in out
 
