@@ -123,7 +123,7 @@ def refusal(child):
         return "hang"
     text = child.error()
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
-    if "Traceback" in text:
+    if any(line.startswith("Traceback") for line in text.splitlines()):  # torch's own warnings may quote one
         return "traceback: " + text.strip().splitlines()[-1][:150]
     good = child.code == 2 and len(lines) == 1 and text.endswith(lines[0] + "\n")
     return "" if good else f"exit {child.code}: {text[-150:]!r}"
