@@ -407,3 +407,11 @@ def test_a_run_whose_end_cannot_be_saved_does_not_end_with_0(tmp_path, tiny_args
         int(state["step"]) >= 10 for state in whole["optimizer"]["state"].values()))
     assert train.main(tiny_args(out_dir=tmp_path, batch_size=4, max_tokens=640)) == 1
     assert log.read(tmp_path)[-1]["step"] == 10 and step_of(tmp_path) < 10
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", "{", '{"settings": 1, "rows": []}', '{"settings": {}, "rows": [1]}',
+                                  '{"settings": {}, "rows": [], "result": 5}', "[" * 100_000])
+def test_numbers_of_a_sweep_that_it_did_not_write_are_refused_in_words(tmp_path, text):
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(ConfigError, match="sweep.json is not readable.*remove it"):
+        common.read_json(str(tmp_path / "sweep.json"))
