@@ -2,9 +2,7 @@
 Whether the losses of several runs mean the same thing, by the config.json of each.
 """
 
-import json
-import os
-
+import configurator
 from configurator import ConfigError
 from model import GPTConfig
 
@@ -51,13 +49,12 @@ def warnings(out_dirs):
 
 
 def read(out_dir):
-    """(data, config) of a run, or None."""
+    """(data, config) of a run, or None where it has no config.json."""
     try:
-        with open(os.path.join(out_dir, "config.json"), encoding="utf-8") as f:
-            facts = json.load(f)
-        return facts.get("data") or {}, facts["config"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        config, facts = configurator.read_facts(out_dir)
+    except FileNotFoundError:
         return None
+    return facts.get("data") or {}, config
 
 
 def differing(known, of):

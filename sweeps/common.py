@@ -75,12 +75,17 @@ def machine(device):
 # -- what earlier sweeps found
 
 def read_json(path):
+    """What a sweep of trials has written there, or None."""
     try:
         with open(path, encoding="utf-8") as f:
-            return json.load(f)
+            found = json.load(f)
+        if not (isinstance(found["settings"], dict) and all("status" in row.keys() for row in found["rows"])
+                and isinstance(found.get("result"), dict | None)):
+            raise ValueError("other contents than a sweep's")
+        return found
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(f"{path} is not readable ({e}): remove it to start anew") from None
 
 

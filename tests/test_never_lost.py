@@ -356,6 +356,8 @@ def test_a_lock_that_is_a_link_is_refused_in_words(tmp_path):
 @pytest.mark.parametrize("harm", [lambda s: s.pop("gns"), lambda s: s["state"].update(step="x"), lambda s: s.update(log=None),
                                   lambda s: s["model"].popitem(), lambda s: s["state"].update(new=1),
                                   lambda s: s["optimizer"]["state"][0].pop("exp_avg_sq"), lambda s: s["rng"].clear(),
+                                  lambda s: s["arithmetic"].update(processes=None), lambda s: s["state"].update(seconds=[]),
+                                  lambda s: s["state"].update(bad_steps="x"), lambda s: s["state"].update(noise=[1.0]),
                                   lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.zeros(2))])
 def test_a_checkpoint_of_another_making_is_one_line_and_stays(tmp_path, tiny_args, capsys, harm):
     train.main(tiny_args(out_dir=tmp_path, max_tokens=640, stop_tokens=320))
@@ -405,3 +407,11 @@ def test_a_run_whose_end_cannot_be_saved_does_not_end_with_0(tmp_path, tiny_args
         int(state["step"]) >= 10 for state in whole["optimizer"]["state"].values()))
     assert train.main(tiny_args(out_dir=tmp_path, batch_size=4, max_tokens=640)) == 1
     assert log.read(tmp_path)[-1]["step"] == 10 and step_of(tmp_path) < 10
+
+
+@pytest.mark.parametrize("text", ["[1]", "{}", "{", '{"settings": 1, "rows": []}', '{"settings": {}, "rows": [1]}',
+                                  '{"settings": {}, "rows": [], "result": 5}', "[" * 100_000])
+def test_numbers_of_a_sweep_that_it_did_not_write_are_refused_in_words(tmp_path, text):
+    (tmp_path / "sweep.json").write_text(text)
+    with pytest.raises(ConfigError, match="sweep.json is not readable.*remove it"):
+        common.read_json(str(tmp_path / "sweep.json"))

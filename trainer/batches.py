@@ -118,8 +118,9 @@ class Dataset:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
             known = "as assumed without a meta.json, " if self.assumed else "of meta.json "
-            raise ConfigError(f"{self.folder}/{split}.bin holds token id {low if low < 0 else high}, the vocabulary {known}"
-                              f"begins at 0 and ends at {self.vocab_size - 1}: prepare the dataset again")
+            found, end = (low, "begins at 0") if low < 0 else (high, f"ends at {self.vocab_size - 1}")
+            raise ConfigError(f"{self.folder}/{split}.bin holds token id {found}, the vocabulary {known}{end}: prepare the "
+                              "dataset again")
         ids = torch.from_numpy(ids.astype(np.int64))
         if torch.device(device).type == "cuda":  # pinned, so that the host goes on while the copy waits its turn on the stream
             ids = ids.pin_memory().to(device, non_blocking=True)

@@ -65,10 +65,12 @@ def check_parts(saved, more=None):
         for key, kind in {**PARTS, **(more or {})}.items():
             if not isinstance(saved[key], kind):
                 raise TypeError(key)
-        counts = [saved["state"][key] for key in ("step", "tokens", "examples")]
-        counts += [saved["log"][key] for key in ("size", "crc")] if more else []
+        counts = [saved["state"]["tokens"]]
+        if more:
+            counts += [saved["log"][key] for key in ("size", "crc")]
+            counts += [saved["arithmetic"][key] for key in ("micro_batch_size", "processes")]
         if not all(type(n) is int and 0 <= n < 2**63 for n in counts):
-            raise ValueError("counters")
+            raise TypeError("a count that is none")
 
 
 @contextlib.contextmanager

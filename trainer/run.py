@@ -36,6 +36,16 @@ class Counters:
     wandb_id: str | None = None
     noise: tuple | None = None  # the noise scale of the newest log line, which steers until the next
 
+    def __post_init__(self):
+        """Of a checkpoint, they may be anything."""
+        whole = self.step, self.tokens, self.examples, self.bad_steps, self.bad_in_a_row
+        measured = self.seconds, *(self.noise or ())
+        losses = [v for v in (self.best_val_loss, self.best_saved_loss, self.first_loss) if v is not None]
+        if not (all(type(n) is int and 0 <= n < 2**63 for n in whole) and len(measured) in (1, 4)
+                and all(type(v) in (int, float) for v in (*measured, *losses))
+                and isinstance(self.wandb_id, str | None)):
+            raise TypeError("counters")
+
 
 class Run:
     def __init__(self, config, ranks, data, step, batch_schedule, saved=None):

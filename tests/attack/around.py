@@ -103,7 +103,7 @@ class Around(Harness):
         child.wait()
         if child.code != 0 and (bad := refusal(child) or left_over(out)):
             return "failed", f"{kind} {limit}: {bad}"
-        if "norm layers: ref" in child.said():  # the kernel's file could not be opened
+        if child.has_no_kernel():  # its file could not be opened
             return "refused", "another kernel"
         return self.resumed(out)
 
