@@ -153,7 +153,7 @@ def train_locked(config, ranks, device):
     if ranks.first:
         words = summary.last_words(run, stopping)
         log.say(screen.wrapped(words, screen.width()))
-        run.out.publish(words if run.count.tokens >= config.max_tokens else "")
+        run.out.publish(words if run.over else "")
     return int(run.died or run.must_save) if run.over else 128 + stopping  # must_save: its end was not fit to be saved
 
 

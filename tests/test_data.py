@@ -131,7 +131,7 @@ def test_preparing_the_same_again_leaves_the_files_alone(tmp_path):
 
 def test_python_sources_are_the_library_and_the_pinned_packages_without_their_tests(tmp_path, monkeypatch):
     requirements = tmp_path / "requirements.txt"
-    requirements.write_text('-r other.txt\ntiktoken==0.14.0\npytest==1; python_version >= "3"\npytest==2; sys_platform < "a"\n')
+    requirements.write_text('-r other.txt\ntiktoken==0.14.0\npytest==1; python_version >= "3"\npytest==2; x < "a"\n')
     assert python_sources.pinned(requirements) == ["pytest", "tiktoken"]
     monkeypatch.setattr(python_sources.stdlib, "library_texts", lambda library: {"os.py": b"import sys\n"})
     texts, package_texts = {"os.py": b"import sys\n"}, python_sources.package_texts

@@ -25,6 +25,7 @@ import sys
 
 import schedule
 from configurator import ConfigError
+from rightbatch.tracker import named
 from trainer import checkpoint, lock, log, log_keys, noise_scale, predict
 
 PROJECT = "rightbatch"
@@ -173,12 +174,12 @@ def summary(out_dir):
         found |= {"steps": steps[-1]["step"], "tokens": steps[-1]["tokens"], "hours": steps[-1]["seconds"] / 3600}
     known = next((r for r in reversed(steps) if noise_scale.of(r)), None)
     if known:
-        found |= predict.spell("noise_scale", noise_scale.of(known)) | {"noise_scale_of": noise_scale.words(known)}
+        found |= named("noise_scale", noise_scale.of(known)) | {"noise_scale_of": noise_scale.words(known)}
     with contextlib.suppress(ConfigError):
         right = predict.of_run(out_dir)[0]["right_batch"]
         found |= {"right_batch_for_tokens": right["tokens"]}
         if right["time"]:
-            found |= predict.spell("right_batch_for_time", [right["time" + end] for end in ("", "_low", "_high")])
+            found |= named("right_batch_for_time", [right["time" + end] for end in ("", "_low", "_high")])
     return found
 
 

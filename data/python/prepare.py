@@ -37,7 +37,8 @@ def package_texts(package: str) -> dict:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         raise tokens.PrepareError(f"{package} is not installed: pip install -r requirements.txt") from None
-    own = sorted(f for f in files if f.suffix == ".py" and not stdlib.TEST_FOLDERS & set(f.parts) and ".." not in f.parts)
+    outside = stdlib.TEST_FOLDERS | {".."}
+    own = sorted(f for f in files if f.suffix == ".py" and not outside & set(f.parts))
     return stdlib.readable({f.as_posix(): f.locate().read_bytes() for f in own if f.locate().is_file()})
 
 
