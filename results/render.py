@@ -45,6 +45,7 @@ RESULTS = {
         "traffic": "Bytes and kernels of a compiled step on a GPU, counted only",
         "step_against_111m": "Against nanoGPT, gpt_111m",
         "step_against_char": "Against nanoGPT, 6 layers x 384",
+        "step_whole": "Against nanoGPT, whole processes",
         "profile_111m": "Where a step's time goes, gpt_111m",
         "profile_char": "Where a step's time goes, 6 layers x 384",
         "data": "Tokenisation",
