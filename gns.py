@@ -102,7 +102,8 @@ def alike(mine, theirs):
         return isinstance(theirs, dict) and mine.keys() == theirs.keys() and all(alike(v, theirs[k]) for k, v in mine.items())
     if isinstance(mine, list):
         return isinstance(theirs, (list, tuple)) and len(mine) == len(theirs) and all(map(alike, mine, theirs))
-    return type(theirs) in (int, float) or theirs is None and mine is None
+    fits = type(theirs) in (int, float) and not 1e150 <= abs(theirs) < math.inf  # whose square is no number
+    return fits or theirs is None and mine is None
 
 
 class NoiseScale:

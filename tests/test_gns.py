@@ -283,6 +283,7 @@ def test_a_factor_once_determined_is_held_with_a_growing_interval():
 
 @pytest.mark.parametrize("harm", [lambda s: s.pop("w"), lambda s: s.update(w2="x"), lambda s: s.update(x=[1.0]),
                                   lambda s: s.update(xx=[[0.0, None], [0.0, 0.0]]), lambda s: s.update(more=1),
+                                  lambda s: s.update(w=1e300),
                                   lambda s: s.clear()])
 def test_a_state_that_is_none_is_refused_and_changes_nothing(harm):
     scale = NoiseScale(100)

@@ -193,10 +193,11 @@ class Around(Harness):
                 put(os.path.join(self.other, name), os.path.join(out, name))
         elif kind == "own":
             there = [name for name in names[:3] if os.path.exists(os.path.join(out, name))]
-            a, b = (os.path.join(out, name) for name in (self.rng.sample(there, 2) if len(there) > 1 else there * 2))
-            os.rename(a, out + ".swap")
-            os.rename(b, a)
-            os.rename(out + ".swap", b)
+            if len(there) > 1:
+                a, b = (os.path.join(out, name) for name in self.rng.sample(there, 2))
+                os.rename(a, out + ".swap")
+                os.rename(b, a)
+                os.rename(out + ".swap", b)
         elif kind == "twice":  # damaged, resumed for a while, damaged again
             for stop in (4000, 5000):
                 with open(os.path.join(out, "log.jsonl"), "r+b") as f:
