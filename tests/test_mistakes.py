@@ -14,6 +14,7 @@ import whatif
 from data.text import prepare
 from tests.conftest import ROOT, TINY, write_dataset
 from tests.test_train import tree
+from trainer import batches
 
 MISTAKES = [
     # other programs' names
@@ -87,6 +88,12 @@ MISTAKES = [
 ]
 PROGRAMS = {"train": train.main, "sample": sample.main, "export": export.main, "whatif": whatif.main, "plot": plot.main,
             "prepare": prepare.main}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def corpus():
+    """The embedded one is there: preparing it says a line of its own."""
+    batches.find("stdlib")
 
 
 @pytest.fixture(scope="module")
