@@ -39,8 +39,8 @@ def check(args):
     """What the command line can be told before any file is read."""
     for name in ("to_loss", "hours", "price", "budget", "mfu", "micro"):
         value = getattr(args, name)
-        if value is not None and not value > 0:
-            raise ConfigError(f"command line: --{name}={value:g}: must be above 0")
+        if value is not None and not 0 < value < 10**18:
+            raise ConfigError(f"command line: --{name}={configurator.short(value)}: must be above 0 and below 1e18")
     if args.budget and not args.price:
         raise ConfigError(f"command line: --budget={args.budget:g}: needs --price, of one device for one hour")
     kinds = {k.lower(): k for k in plan.KINDS}

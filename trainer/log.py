@@ -194,6 +194,8 @@ class RunLog:
             say(f"\r\033[K[{'#' * filled}{'.' * (width - filled)}] {share:4.0%} {text}", end="")
 
     def close(self):
+        if not self.intact():
+            self.event(*self.newest, self.mend())
         self.file.close()
         if self.bar:
             say("\r\033[K", end="")

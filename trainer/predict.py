@@ -94,7 +94,7 @@ def read(folder):
 def triple(row, key):
     """(value, low, high) of a row, or None while undetermined."""
     values = tuple(row.get(key + end) for end in ("", "_low", "_high"))
-    return None if None in values or not values[0] > 0 else values
+    return None if None in values or not (values[0] > 0 and values[1] <= values[0] <= values[2]) else values
 
 
 def noise_key(run):
@@ -223,7 +223,7 @@ def logged_cost(run):
         return None
     fixed, each = (tuple(1e-3 * (v if row.get(n + end) is None else row[n + end]) for end in ("", "_low", "_high"))
                    for n in names for v in [row[n]])
-    if not each[1] > 0:
+    if not (0 < each[1] <= each[0] <= each[2] and fixed[1] <= fixed[0] <= fixed[2]):
         return None
     return Cost(tuple(max(v, 0.0) for v in fixed), each, "measured by the run")
 
