@@ -76,6 +76,7 @@ FIGURES = {  # title, time on two quiet cores
     "cross_rank": ("Ranks (the 1.3B run)", "2 min, two processes"),
     "accumulation": ("Accumulation", "4 min"),
     "bf16_quality": ("bf16 against float32", "six quickstart runs"),
+    "attention_quality": ("Our attention kernel against torch's", "six quickstart runs"),
 }
 
 BY = "This page is written from `results/*.json` by `python results/render.py`: change those, not it."
