@@ -9,6 +9,7 @@ hidden: the share of the transfer that takes no time of its own. 0 where gradien
 """
 
 import argparse
+import contextlib
 import statistics
 
 import torch
@@ -42,8 +43,10 @@ def arguments(parser):
     parser.add_argument("--out", default="results/overlap.json")
 
 
+@contextlib.contextmanager
 def watched(step):
-    """[{"begin", "ready": [(numbers, moment)], "end"}] of its backward passes to come."""
+    """[{"begin", "ready": [(numbers, moment)], "end"}] of its backward passes inside. The hooks go again: through them the model
+    would outlive its process group, which ends a process with an abort."""
     passes, backward = [], step.optimizer.backward
 
     def noted(loss):
@@ -51,22 +54,28 @@ def watched(step):
         backward(loss)
         passes[-1]["end"] = step.timer.now()
     step.optimizer.backward = noted
-    for p in step.parameters.values():
-        p.register_post_accumulate_grad_hook(lambda p: passes[-1]["ready"].append((p.numel(), step.timer.now())))
-    return passes
+    hooks = [p.register_post_accumulate_grad_hook(lambda p: passes[-1]["ready"].append((p.numel(), step.timer.now())))
+             for p in step.parameters.values()]
+    try:
+        yield passes
+    finally:
+        del step.optimizer.backward
+        for hook in hooks:
+            hook.remove()
 
 
 def measured(step, batch, rounds):
     """Of each round three micro-steps, of which the last communicates: seconds of the last two, and readiness of the last."""
-    found, passes = [], watched(step)
-    for _ in range(3 + rounds):   # the first compile
-        step.accumulate([batch] * 3, 3, 1, 2)
-        *_, second, last = step.timer.marks[1:]
-        first = step.timer.marks[-3]
-        step.update(1e-4, 0.95, 0.1)
-        hardware.synchronize(step.device)
-        found.append({"compute": step.timer.between(first, second), "communicating": step.timer.between(second, last),
-                      **readiness(passes[-1], step.timer.between)})
+    found = []
+    with watched(step) as passes:
+        for _ in range(3 + rounds):   # the first compile
+            step.accumulate([batch] * 3, 3, 1, 2)
+            *_, second, last = step.timer.marks[1:]
+            first = step.timer.marks[-3]
+            step.update(1e-4, 0.95, 0.1)
+            hardware.synchronize(step.device)
+            found.append({"compute": step.timer.between(first, second), "communicating": step.timer.between(second, last),
+                          **readiness(passes[-1], step.timer.between)})
     return {name: statistics.median(row[name] for row in found[3:]) for name in found[0]}
 
 
