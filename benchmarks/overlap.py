@@ -45,8 +45,8 @@ def arguments(parser):
 
 @contextlib.contextmanager
 def watched(step):
-    """[{"begin", "ready": [(numbers, moment)], "end"}] of its backward passes inside. The hooks go again: through them the model
-    would outlive its process group, which ends a process with an abort."""
+    """[{"begin", "ready": [(numbers, moment)], "end"}] of its backward passes inside. The hooks go again: through them the
+    model would outlive its process group, which ends a process with an abort."""
     passes, backward = [], step.optimizer.backward
 
     def noted(loss):

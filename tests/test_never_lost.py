@@ -358,6 +358,8 @@ def test_a_lock_that_is_a_link_is_refused_in_words(tmp_path):
                                   lambda s: s["optimizer"]["state"][0].pop("exp_avg_sq"), lambda s: s["rng"].clear(),
                                   lambda s: s["arithmetic"].update(processes=None), lambda s: s["state"].update(seconds=[]),
                                   lambda s: s["state"].update(bad_steps="x"), lambda s: s["state"].update(noise=[1.0]),
+                                  lambda s: s["config"].update(seed=torch.zeros(2)), lambda s: s.update(arithmetic=5),
+                                  lambda s: s["arithmetic"].update(dtype=torch.zeros(2)),
                                   lambda s: s["optimizer"]["state"][0].update(exp_avg=torch.zeros(2))])
 def test_a_checkpoint_of_another_making_is_one_line_and_stays(tmp_path, tiny_args, capsys, harm):
     train.main(tiny_args(out_dir=tmp_path, max_tokens=640, stop_tokens=320))

@@ -69,6 +69,9 @@ def check_parts(saved, more=None):
         if more:
             counts += [saved["log"][key] for key in ("size", "crc")]
             counts += [saved["arithmetic"][key] for key in ("micro_batch_size", "processes")]
+        plain = [*saved["config"].values(), *saved["data"].values(), *saved.get("arithmetic", {}).values()]
+        if any(torch.is_tensor(value) for value in plain):  # they are compared with settings
+            raise TypeError("a tensor among the settings")
         if not all(type(n) is int and 0 <= n < 2**63 for n in counts):
             raise TypeError("a count that is none")
 
