@@ -10,6 +10,7 @@
     python bench.py step --ranks=2  the same under DDP
     python bench.py step --against=../nanoGPT      our step beside that of a nanoGPT checkout: tokens/s, ratio, losses
     python bench.py profile --models=char,config/wikitext2.py      where a step's time goes, part by part
+    python bench.py passes          what passes over memory cost that a step could do without
     python bench.py data --text=book.txt           tokenisation beside tiktoken's own, and its memory
     python bench.py startup         from the command `python train.py` to its first lines
     python bench.py grad_stats      what grad_stats=True costs
@@ -25,7 +26,21 @@ quartiles over rounds. The tables go to the screen, every number to results/<com
 import argparse
 import sys
 
-from benchmarks import attention, data, gpu, grad_stats, kernel, overlap, profile, startup, step, traffic, triton_compile, watch
+from benchmarks import (
+    attention,
+    data,
+    gpu,
+    grad_stats,
+    kernel,
+    overlap,
+    passes,
+    profile,
+    startup,
+    step,
+    traffic,
+    triton_compile,
+    watch,
+)
 from configurator import ConfigError, die
 
 # command: what it measures, the file that does; each has arguments(parser) and run(args)
@@ -37,6 +52,7 @@ COMMANDS = {
     "step": ("whole training steps", step),
     "overlap": ("when gradients are ready under DDP, and what of their transfer is hidden", overlap),
     "profile": ("a step by its parts, on this CPU", profile),
+    "passes": ("passes over memory that a step could do without", passes),
     "data": ("tokenisation: rate beside tiktoken's own, and memory", data),
     "startup": ("time to the first lines of train.py", startup),
     "watch": ("what watch adds to a step of GPT-2 and Llama, as transformers has them", watch),

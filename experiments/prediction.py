@@ -5,15 +5,15 @@ Does one run replace the sweep? From single runs, the steps of every other batch
     python experiments/prediction.py                       # 3 x 96: some 100 runs, 40 minutes on two quiet cores
     python experiments/prediction.py --seeds 1             # a first look
     python experiments/prediction.py --name=prediction_quickstart --out=out/prediction_quickstart --n_layer=4 --n_embd=128 \\
-        --n_head=4
+        --n_head=4 --max_tokens=2000000
 
 Constant batches, each trained over several lengths, the learning rate falling to a tenth at the end of each: what somebody
 would do who trains at that batch. Each batch has its own best learning rate, by final validation loss at the middle length, on
-a seed that is not reported, in factors of two and further until the best is not at an end.
-From each single run, by each candidate noise scale (norm layers, calibrated, total; plain, Adam's metric): the tokens that
-another batch needs to end at the same loss, over those that it does need, by the final losses of its own runs (straight lines
-over the logarithm of the tokens, no extrapolation). Then the factor on the noise scale that would have predicted best.
-Runs at the source batches are made twice, with gns=norm, which calibrates, and with gns=exact: the same up to rounding.
+a seed that is not reported: in factors of two, further until the best is not at an end, then the top of a parabola through the
+best three. From each single run, by each candidate noise scale (norm layers, calibrated, total; plain, Adam's metric): the
+tokens that another batch needs to end at the same loss, over those that it does need, by the final losses of its own runs (a
+parabola over the logarithm of the tokens, no extrapolation). Then the factor on the noise scale that would have predicted best.
+At the middle length the source runs are made twice, with gns=norm, which calibrates, and gns=exact: the same up to rounding.
 """
 
 import itertools
@@ -34,7 +34,8 @@ SETTINGS = dict(dataset="python", n_layer=3, n_embd=96, n_head=3, max_tokens=3_0
                 eval_tokens=0, checkpoint_tokens=0)
 TINY = dict(dataset="stdlib", gns_calibrate_tokens=64, max_tokens=2560, learning_rate=3e-2, min_lr=3e-3)
 BATCHES, SOURCES = (4, 8, 16, 32, 64, 128), (8, 16, 32)
-LENGTHS = (0.5, 1.0, 2.0)  # of a run, over max_tokens
+LENGTHS, MIDDLE = (0.5, 0.7, 1.0, 1.4, 2.0), 1.0  # of a run, over max_tokens: five losses to predict from each source batch
+COARSE = (0.5, 1.0, 2.0)  # of the other batches, which are only predicted
 LONGER = 32  # above this batch runs are longer, by the square root: or they would end above every other's loss
 WARM_UP, WARM_UP_STEPS = 0.05, 24  # as a share of the run, and at least
 REFERENCE, FARTHEST = 16, 64  # the search for a learning rate starts at sqrt(batch / REFERENCE) and ends at this factor
@@ -60,19 +61,24 @@ def changes(batch, length, factor, seed, mode, config):
                 min_lr=config.min_lr * factor, gns=mode)
 
 
+def lengths_of(batch):
+    return LENGTHS if batch in SOURCES else COARSE
+
+
 def experiment(runs, seeds, tuning_seed):
     """({batch: best factor on the learning rate}, {batch: {factor: final loss}}), after all runs."""
     def do(those, **how):
         runs.do({run_name(*run): changes(*run, runs.config) for run in those}, **how)
 
     def try_out(those):
-        wanted = {(b, f): (b, LENGTHS[len(LENGTHS) // 2], f, tuning_seed, "norm") for b, f in those}
+        wanted = {(b, f): (b, MIDDLE, f, tuning_seed, "norm") for b, f in those}
         do(wanted.values(), may_die=True)
         return {key: runs.final_loss(run_name(*run)) for key, run in wanted.items()}
     tried = tune(try_out)
-    best = {b: min(own, key=own.get) for b, own in tried.items()}
-    do([(b, n, best[b], s, "norm") for s in seeds for b in BATCHES for n in LENGTHS])
-    do([(b, n, best[b], s, "exact") for s in seeds for b in SOURCES for n in LENGTHS])
+    best = {b: top(own) for b, own in tried.items()}
+    for seed in seeds:  # whole seeds, one after the other
+        do([(b, n, best[b], seed, "norm") for b in BATCHES for n in lengths_of(b)])
+        do([(b, MIDDLE, best[b], seed, "exact") for b in SOURCES])
     return best, tried
 
 
@@ -90,27 +96,50 @@ def tune(try_out):
     return tried
 
 
+def top(tried):
+    """The factor at the lowest loss of a parabola through the best of {factor: loss} and its neighbours, in logarithms; the
+    best itself where a neighbour is missing or died."""
+    factor = min(tried, key=tried.get)
+    low, mid, high = (tried.get(f, math.inf) for f in (factor / 2, factor, factor * 2))
+    bend = low + high - 2 * mid
+    return round(factor * 2 ** ((low - high) / (2 * bend)), 4) if 0 < bend < math.inf else factor
+
+
 def final_losses(runs, best, seeds):
-    """{batch: [(tokens, final validation loss, mean over seeds) of each length]}"""
-    return {b: [(tokens_of(b, n, runs.config), statistics.fmean(
-        runs.final_loss(run_name(b, n, best[b], s, "norm")) for s in seeds)) for n in LENGTHS] for b in BATCHES}
+    """{batch: [(tokens, [final validation loss of each seed]) of each length]}"""
+    return {b: [(tokens_of(b, n, runs.config), [runs.final_loss(run_name(b, n, best[b], s, "norm")) for s in seeds])
+                for n in lengths_of(b)] for b in BATCHES}
 
 
 def taken(ends, loss):
-    """The tokens of a run that ends at `loss`, from [(tokens, final loss)]; None outside of them, or where a longer run ended
-    higher."""
-    tokens, losses = zip(*sorted(ends))
-    if any(a <= b for a, b in zip(losses, losses[1:])) or not losses[-1] <= loss <= losses[0]:
+    """The tokens of a run that ends at `loss`, from [(tokens, final losses)], by a parabola over the logarithm of the tokens;
+    None outside of it."""
+    tokens = np.log([n for n, _ in ends])
+    fine = np.linspace(tokens[0], tokens[-1], 1000)
+    losses = np.polyval(np.polyfit(tokens, [statistics.fmean(those) for _, those in ends], 2), fine)
+    if not (np.diff(losses) < 0).all() or not losses[-1] <= loss <= losses[0]:
         return None
-    return math.exp(np.interp(-loss, [-v for v in losses], np.log(tokens)))
+    return math.exp(np.interp(-loss, -losses, fine))
+
+
+def doubt(ends):
+    """How far `taken` may be off, as a share of the tokens: the standard error of a final loss's mean over seeds, over the
+    loss's slope in the logarithm of the tokens. None with one seed."""
+    if min(len(losses) for _, losses in ends) < 2:
+        return None
+    error = statistics.fmean(statistics.stdev(losses) / math.sqrt(len(losses)) for _, losses in ends)
+    means = [statistics.fmean(losses) for _, losses in ends]
+    return error / abs((means[-1] - means[0]) / math.log(ends[-1][0] / ends[0][0]))
 
 
 def predictions(runs, best, seeds, ends):
     """[{length, loss, source, batch, seed, key, phases, taken}]: everything that the table is made of; taken in steps."""
     found = []
     for source, length, seed, (key, mode) in itertools.product(SOURCES, LENGTHS, seeds, CANDIDATES.items()):
+        if mode == "exact" and length != MIDDLE:
+            continue
         run = predict.read(runs.path(run_name(source, length, best[source], seed, mode)))
-        loss = ends[source][LENGTHS.index(length)][1]
+        loss = statistics.fmean(ends[source][LENGTHS.index(length)][1])
         if not any(predict.triple(row, key) for row in run.steps):
             continue  # never determined
         phases = predict.at(predict.phases(run, predict.noise_values(run.steps, key)[0], run.steps[-1]["step"]))
@@ -140,11 +169,13 @@ def far(p):
 
 
 def table(found):
-    """{key: {distance: errors, by length of the run, factor that would have been best}}"""
+    """{key: {distance: errors, those of the longer runs, by length of the run, factor that would have been best}}"""
     result = {}
     for key in CANDIDATES:
         own = [p for p in found if p["key"] == key]
         result[key] = {f"x{2**d}": errors([p for p in own if far(p) == d]) for d in (1, 2, 3, 4)}
+        late = [p for p in own if p["length"] >= MIDDLE]
+        result[key]["second_half"] = {f"x{2**d}": errors([p for p in late if far(p) == d]) for d in (1, 2)}
         result[key]["by_length"] = {f"{n:g}": {f"x{2**d}": errors([p for p in own if p["length"] == n and far(p) == d])
                                                for d in (1, 2)} for n in LENGTHS}
         if own:
@@ -167,16 +198,18 @@ def finding(result):
     known = {key: own for key, own in result.items() if own["x2"]}
     if not known:
         return "Here: no prediction: the noise scale was undetermined, or no run ended where another did."
-    best, chosen = min(known, key=lambda key: known[key]["x2"]["median_error"]), "gns/calibrated_adam"
+    chosen = "gns/calibrated_adam" if "gns/calibrated_adam" in known else next(iter(known))
 
-    def said(key):
-        return " and ".join(f"{known[key][d]['median_error']:.0%} for {words}" for d, words in (
-            ("x2", "twice or half the batch"), ("x4", "four times or a quarter")) if known[key][d])
-    text = f"Here, the median error of predicted tokens and steps: by {best} {said(best)}"
-    if chosen in known and chosen != best:
-        text += f"; by {chosen}, which a run goes by, {said(chosen)}"
-    shown = chosen if chosen in known else best
-    return f"{text}. The noise scale in {shown} would have predicted best times {known[shown]['best_factor']:.2g}."
+    def said(errors):
+        return " and ".join(f"{errors[d]['median_error']:.0%} for {words}" for d, words in (
+            ("x2", "twice or half the batch"), ("x4", "four times or a quarter")) if errors[d])
+    text = f"Here, the median error of predicted tokens and steps: by {chosen}, which a run goes by, {said(known[chosen])}"
+    if known[chosen]["second_half"]["x2"]:
+        text += f" ({said(known[chosen]['second_half'])} in the longer half of the runs)"
+    for key in known:
+        if key != chosen:
+            text += f"; by {key} {said(known[key])}"
+    return f"{text}. The noise scale in {chosen} would have predicted best times {known[chosen]['best_factor']:.2g}."
 
 
 def draw(found, path):
@@ -210,7 +243,8 @@ def main(argv=None):
     found = predictions(runs, best, seeds, ends)
     result = table(found)
     path = write(args, config, PAPER, finding(result), {
-        "learning_rate_factors": best, "tuning": tried, "tokens_and_final_losses": ends, "table": result,
+        "learning_rate_factors": best, "tuning": tried, "tokens_and_final_losses": ends,
+        "doubt_of_tokens_taken": {b: doubt(own) for b, own in ends.items()}, "table": result,
         "predicted_over_taken": {key: each(found, key) for key in ("gns/calibrated_adam", "gns/calibrated")}})
     draw(found, path)
     return 0

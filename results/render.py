@@ -23,6 +23,11 @@ RESULTS = {
         "quickstart": "The quickstart's noise scale",
         "layers": "Norm layers against the whole model",
     },
+    "One run instead of a sweep": {
+        "prediction": "Tokens and steps of other batches, predicted from one run: 3 layers x 96",
+        "prediction_quickstart": "The same for the quickstart's model, 4 layers x 128",
+        "step_cost": "What a step costs: predicted from one run, against runs at other batches",
+    },
     "What tracking costs": {
         "step_quickstart_bfloat16": "Training step, quickstart, bf16",
         "step_quickstart_float32": "Training step, quickstart, float32",
@@ -32,6 +37,7 @@ RESULTS = {
         "step_111m_float32": "Training step, gpt_111m, float32",
         "step_ranks": "Training step under DDP",
         "step_quickstart_exact": "Calibration",
+        "step_quickstart_adam": "Calibration in Adam's metric",
         "step_others": "Exact mode against per-sample gradients of others",
         "watch": "watch in GPT-2 and Llama of Hugging Face",
         "grad_stats": "grad_stats, quickstart",
@@ -40,7 +46,7 @@ RESULTS = {
     "Speed": {
         "kernel": "Norm kernel against torch's LayerNorm",
         "attention": "Attention kernel against torch's",
-        "step_cost": "What a step costs: predicted from one run, against runs at other batches",
+        "passes": "Passes over memory that a step could do without",
         "triton": "Triton kernels, compiled only",
         "traffic": "Bytes and kernels of a compiled step on a GPU, counted only",
         "step_against_111m": "Against nanoGPT, gpt_111m",
@@ -124,8 +130,8 @@ def entry(name, heading, result, takes=None):
 
 def results_page(results):
     lines = ["# Results", "", BY, "",
-             "The machines: Zen 3 has AVX2 and no bf16 instructions, Zen 4 has AVX-512 and bf16. Both were shared with others,",
-             "so ratios count and milliseconds do not. What did not work, and how far timings repeat, is in",
+             "The machines: Zen 3 has AVX2 and no bf16 instructions, Zen 4 and 5 have AVX-512 and bf16. All were shared with",
+             "others, so ratios count and milliseconds do not. What did not work, and how far timings repeat, is in",
              "[LOG.md](../results/LOG.md). The paper's figures are in [figures.md](figures.md)."]
     for section, names in RESULTS.items():
         lines += ["", f"## {section}", ""]
@@ -196,7 +202,24 @@ def traffic_table(result):
     return [*lines, ""]
 
 
-TABLES = {"triton": triton_tables, "traffic": traffic_table}
+def prediction_table(result):
+    """Median error, the bias at larger batches, and the factor, by candidate."""
+    lines = ["| noise scale | x2, x1/2 | x4, x1/4 | x8, x1/8 | longer half: x2, x4 | best factor | predictions |",
+             "|---|---|---|---|---|---|---|"]
+
+    def error(own):
+        return f"{own['median_error']:.0%} (worst {own['worst_error']:.0%})" if own else "-"
+    for key, own in result["table"].items():
+        if "best_factor" in own:
+            late = ", ".join(f"{own['second_half'][d]['median_error']:.0%}" for d in ("x2", "x4") if own["second_half"][d])
+            count = sum(own[d]["predictions"] for d in ("x2", "x4", "x8") if own[d])
+            lines.append(f"| {key} | {error(own['x2'])} | {error(own['x4'])} | {error(own['x8'])} | {late} | "
+                         f"{own['best_factor']:.2g} | {count} |")
+    return lines
+
+
+TABLES = {"triton": triton_tables, "traffic": traffic_table, "prediction": prediction_table,
+          "prediction_quickstart": prediction_table}
 
 
 def anchor(title):

@@ -10,7 +10,10 @@ by the clock, on CUDA by events, which the stream passes without the host waitin
 fetched. Nothing that training reads is touched.
 
 Communication that is not hidden. Several micro-steps: only the last one communicates, so what it takes longer is communication.
-One micro-step under DDP: the time after the last gradient is ready. One under FSDP: it cannot be told, and counts into t1.
+One micro-step under DDP: now and then it is rehearsed, made once more ahead of the step and without communication; what the
+real one takes longer is communication. (The time up to its last gradient would not do: copies and transfers slow it down.)
+One under FSDP, or under DDP before it was rehearsed or in somebody else's loop: from the last gradient on where that moment is
+known; else it cannot be told, and counts into t1.
 A process that is faster than the others waits for them, which looks like communication: the slowest one's estimate is taken.
 On Apple's MPS nothing is measured: its clock cannot be read without waiting.
 
@@ -28,6 +31,8 @@ from rightbatch import gns
 from rightbatch.tracker import EARLY, named
 
 WARM_UP = 3  # steps of each kind that a process does not count: memory, threads and compilers are cold
+REHEARSALS, REHEARSE_EVERY = 3, 500  # at first, then one in so many steps of a kind: half a per cent of them
+RECENT = 100  # steps that a rehearsal is compared with
 
 
 class StepTime:
@@ -37,6 +42,7 @@ class StepTime:
         self.device, self.sequences, self.world = device, sequences, world
         self.averages = gns.Averages(2, half_life_tokens, EARLY)  # seconds of a micro-step, t0
         self.seen, self.marks, self.ready = {}, [], None  # steps by kind; moments of the step at work
+        self.rehearsed, self.rehearsal, self.alone, self.beside = {}, None, {}, {}  # by kind: times asked; seconds, see split
         self.setting = [device, sequences, world, torch.get_num_threads(), *setting]
         if last_ready is not None and world > 1:
             last_ready.register_hook(self.gradient_ready)
@@ -61,8 +67,24 @@ class StepTime:
         self.marks.append(self.now())
 
     def end(self):
-        """The moments of the step: begin, prepared, the end of each micro-step, end; and when the last gradient was there."""
-        return None if self.device == "mps" else ([*self.marks, self.now()], self.ready)
+        """The moments of the step: begin, prepared, the end of each micro-step, end; and when the last gradient was there. Of a
+        step that was rehearsed: those of the rehearsal alone."""
+        if self.device == "mps":
+            return None
+        found, self.rehearsal = self.rehearsal, None
+        return found or ([*self.marks, self.now()], self.ready)
+
+    def wants_rehearsal(self, kind=None):
+        """Whether to rehearse the only micro-step of this step. All processes come to the same answer."""
+        self.rehearsed[kind] = asked = self.rehearsed.get(kind, -1) + 1
+        return WARM_UP <= asked < WARM_UP + REHEARSALS or asked % REHEARSE_EVERY == REHEARSE_EVERY - 1
+
+    def rehearse(self, micro_step):
+        """Twice: the first brings the caches back from the update, the second is timed."""
+        micro_step()
+        begun = self.now()
+        micro_step()
+        self.rehearsal = ([begun, self.now()], None)
 
     # -- on the host
 
@@ -75,10 +97,23 @@ class StepTime:
         if self.seen[kind] <= WARM_UP:
             return
         marks, ready = moments
+        if len(marks) == 2:  # a rehearsal
+            self.alone.setdefault(kind, []).append(self.between(*marks))
+            return
         prepared, *micro_steps, update = (self.between(a, b) for a, b in zip(marks, marks[1:]))
         tail = None if ready is None else self.between(ready, marks[-2])
-        micro, fixed = split(micro_steps, update, self.world > 1, tail)
+        slower = self.slowed_by(micro_steps[0] - tail, kind) if len(micro_steps) == 1 and tail is not None else 1.0
+        micro, fixed = split(micro_steps, update, self.world > 1, tail, slower)
         self.averages.update((micro, prepared + fixed), tokens)
+
+    def slowed_by(self, seconds, kind):
+        """How much longer a micro-step takes up to its last gradient where it communicates than in a rehearsal; 1 before there
+        was one. seconds: of this step."""
+        beside = self.beside.setdefault(kind, [])
+        beside.append(seconds)
+        del beside[:-RECENT]
+        alone = self.alone.get(kind)
+        return max(1.0, statistics.median(beside) / statistics.median(alone)) if alone else 1.0
 
     def absorb_hooks(self, events, passes, examples, tokens, kind=None):
         """The same from what hooks saw. examples: of the step, over all processes. self.sequences is 1 then: micro-batches may
@@ -109,15 +144,17 @@ class StepTime:
             self.averages.load_state_dict(state["averages"])
 
 
-def split(micro_steps, update, communicates, tail):
-    """(seconds of a micro-step, seconds that do not depend on the batch) of one step."""
+def split(micro_steps, update, communicates, tail, slower=1.0):
+    """(seconds of a micro-step, seconds that do not depend on the batch) of one step. tail: seconds after the last gradient of
+    an only micro-step; slower: how many times as long as a rehearsal it takes up to there."""
     *others, last = micro_steps
     if not communicates:
         return statistics.fmean(micro_steps), update
     if others:
         usual = statistics.fmean(others)
         return usual, last - usual + update
-    return last - (tail or 0.0), (tail or 0.0) + update
+    usual = (last - (tail or 0.0)) / slower
+    return usual, last - usual + update
 
 
 def from_hooks(events, passes):

@@ -477,3 +477,12 @@ def test_watch_reports_tap_and_fused_against_plain_with_memory(tmp_path, monkeyp
         assert row["plain"]["n"] == 3 and all(row[name]["peak_mb"] > 0 for name in ("plain", "tap", "fused"))
         assert row["tap"]["percent_q1"] <= row["tap"]["percent"] <= row["tap"]["percent_q3"]
     assert "| gpt2 | 8 | " in capsys.readouterr().out
+
+
+def test_passes_finds_each_pass_inside_the_step(tmp_path, monkeypatch, capsys, tiny_models):
+    arguments = ["bench.py", "passes", "--models=quickstart", "--rounds=2", f"--out={tmp_path}/p.json"]
+    monkeypatch.setattr(bench.sys, "argv", arguments)
+    assert bench.main() == 0
+    shares = json.load(open(tmp_path / "p.json"))["shares"]["quickstart"]
+    assert set(shares) == set(bench.passes.PASSES) and all(0 < own["median"] < 1 for own in shares.values())
+    assert "bias sums" in capsys.readouterr().out

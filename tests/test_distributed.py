@@ -27,13 +27,17 @@ SHORT = dict(RUN, max_tokens=640, checkpoint_tokens=0, eval_tokens=0)
 # a ramp is rounded to micro-batches of all processes: with a constant batch one process takes the same
 STATS = dict(grad_stats=True, batch_schedule="constant", batch_size=8)
 
+# one micro-step in each step
+ONLY = dict(batch_schedule="constant", batch_size=4, micro_batch_size=2, dropout=0.1, gns_calibrate_tokens=200, max_tokens=1600)
 WHOLE = dict(max_tokens=16_000, checkpoint_tokens=1000, dropout=0.1, log_interval=3)
 
 DRIVER = """
 import json, os, shutil, sys
 sys.path.insert(0, {root!r})
 import train
+from rightbatch.step_time import StepTime
 from trainer import checkpoint
+wants = StepTime.wants_rehearsal
 train.summary.closing = lambda config: ""  # no pictures here
 real_save = checkpoint.save
 def save(out_dir, state, *how):  # keep every checkpoint
@@ -46,6 +50,7 @@ for port, fault, args in json.load(open(sys.argv[1])):
     if fault == "lr" and os.environ["RANK"] == "1":
         real_lr = train.schedule.learning_rate_at
         train.schedule.learning_rate_at = lambda tokens, config: real_lr(tokens, config) * (1 + 1e-12)
+    StepTime.wants_rehearsal = wants if fault != "unrehearsed" else lambda self, kind: False
     assert train.main(args) == 0
 """
 
@@ -141,6 +146,8 @@ def runs(tmp_path_factory, tiny_data):
         "cross": dict(gns_crosscheck=True), "muon": dict(optimizer="muon"), "bf16-ddp": dict(dtype="bfloat16"),
         "bf16-fsdp": dict(dtype="bfloat16", parallel="fsdp", activation_checkpointing="block"),
         "fp16-fsdp": dict(dtype="float16", parallel="fsdp", tie_weights=False), "whole": WHOLE}.items()]
+    two += [(dict(settings(f"2-only-{name}"), **{**SHORT, **ONLY}), fault) for name, fault in (
+        ("rehearsed", None), ("unrehearsed", "unrehearsed"))]
     two += [(dict(settings("2-apart"), **{**SHORT, "micro_batch_size": 2}), "lr")]
     _, out, err = drive(folder / "launch2", 2, [({**s, "out_dir": str(s["out_dir"])}, f) for s, f in two])
     assert "come apart" in err, out + err  # the last run, on purpose
@@ -167,6 +174,16 @@ def test_grad_stats_are_those_of_one_process_with_the_same_micro_batches(runs, t
         assert ("grad/norm_after_1" in ddp) == (ddp["accum"] > 1) and not any("_after_" in k for k in fsdp)
         assert (ddp["grad/coherence"] is None) == (ddp["accum"] == 1)
     assert (runs / "out2").read_text().count("grad_stats without coherence: parallel='fsdp'") == 1
+
+
+def test_a_rehearsed_micro_step_changes_no_bit_of_the_training(runs):
+    rehearsed, plain = (runs / f"2-only-{name}" for name in ("rehearsed", "unrehearsed"))
+    for a, b in zip(steps(rehearsed), steps(plain), strict=True):
+        same = [k for k in a if k not in ("dt_ms", "tok_per_sec", "mfu", "seconds") and not k.startswith("step_time/")]
+        assert {k: a[k] for k in same} == {k: b[k] for k in same}
+    assert {a["accum"] for a in steps(rehearsed)} == {1} and "step_time/fixed_ms" in steps(rehearsed)[-1]
+    one, other = (checkpoint.load(str(folder))["model"] for folder in (rehearsed, plain))
+    assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def rewind(folder, name, source):
@@ -279,8 +296,8 @@ def test_ranks_that_come_apart_stop_the_run_with_the_name_of_the_rank(runs):
 
 def test_only_rank_0_writes_and_speaks(runs):
     out = (runs / "out2").read_text()
-    assert out.count("step      3 |") == 14  # each run once; the last stops at step 1
-    assert out.count("model  2 layers of 16") == 15 and out.count("gns_adam is off") == 1
+    assert out.count("step      3 |") == 16  # each run once; the last stops at step 1
+    assert out.count("model  2 layers of 16") == 17 and out.count("gns_adam is off") == 1
     left = {f.name for f in (runs / "2-ddp-norm").iterdir() if not f.name.startswith("ckpt-")}
     assert left == {"ckpt.pt", "ckpt.1.pt", "ckpt.best.pt", "config.json", "log.jsonl", "step_time.json"}
     assert json.load(open(runs / "2-ddp-norm" / "config.json"))["processes"] == 2

@@ -62,11 +62,12 @@ def test_the_finding_says_what_came_out_whichever_way():
 # -- prediction.py
 
 def test_the_prediction_experiment_runs_and_tells_every_candidate_and_distance(tiny, monkeypatch):
-    for name, value in (("BATCHES", (4, 8, 16)), ("SOURCES", (8,)), ("LENGTHS", (1.0, 1.5)),
+    for name, value in (("BATCHES", (4, 8, 16)), ("SOURCES", (8,)), ("LENGTHS", (1.0, 1.2, 1.5)), ("COARSE", (1.0, 1.5)),
                         ("taken", lambda ends, loss: ends[1][0])):  # the losses of so few steps tell nothing
         monkeypatch.setattr(prediction, name, value)
     result = tiny(prediction, "--seeds", "1")
-    assert len(tiny.runs) == len(set(tiny.runs)) == sum(map(len, result["tuning"].values())) + (3 + 1) * 2
+    reported = 3 + 2 * 2 + 1  # the source's lengths, those of the other batches, and one with gns=exact
+    assert len(tiny.runs) == len(set(tiny.runs)) == sum(map(len, result["tuning"].values())) + reported
     for batch, tried in result["tuning"].items():
         at, factors = float(result["learning_rate_factors"][batch]), sorted(map(float, tried))
         assert factors[0] < at < factors[-1], "the best learning rate is not at an end of what was tried"
@@ -77,11 +78,22 @@ def test_the_prediction_experiment_runs_and_tells_every_candidate_and_distance(t
 
 
 def test_the_tokens_to_a_final_loss_are_read_between_runs_and_never_beyond():
-    ends = [(4e6, 1.6), (1e6, 2.0), (2e6, 1.8)]
+    ends = [(1e6, [2.0, 2.0]), (2e6, [1.7, 1.9]), (4e6, [1.6, 1.6])]
     assert prediction.taken(ends, 1.8) == pytest.approx(2e6)
-    assert prediction.taken(ends, 1.9) == pytest.approx(math.sqrt(2) * 1e6)
+    assert prediction.taken(ends, 1.9) == pytest.approx(math.sqrt(2) * 1e6, rel=1e-4)
     assert prediction.taken(ends, 2.01) is None and prediction.taken(ends, 1.59) is None
-    assert prediction.taken([(1e6, 2.0), (2e6, 2.1)], 2.05) is None, "a longer run that ended higher"
+    higher = [(1e6, [2.0]), (2e6, [2.1]), (4e6, [2.2])]
+    assert prediction.taken(higher, 2.05) is None, "longer runs that ended higher"
+    # losses with a standard error of 0.1 on one of three means, a slope of 0.4 over two doublings
+    assert prediction.doubt(ends) == pytest.approx(0.1 / 3 / (0.4 / math.log(4))) and prediction.doubt(higher) is None
+
+
+def test_the_best_learning_rate_is_the_top_of_a_parabola_through_the_best_three():
+    def loss(factor, best):
+        return 1 + 0.1 * math.log2(factor / best) ** 2
+    assert prediction.top({f: loss(f, 2.5) for f in (0.5, 1, 2, 4, 8)}) == pytest.approx(2.5, rel=1e-3)
+    assert prediction.top({1: 2.0, 2: 1.5, 4: math.inf}) == 2, "a neighbour that died"
+    assert prediction.top({2: 1.5, 4: 1.6}) == 2, "the end of what was tried"
 
 
 def test_the_search_for_a_learning_rate_goes_on_until_the_best_is_inside_and_tries_nothing_twice():
@@ -119,6 +131,7 @@ def test_predictions_are_exact_where_runs_follow_the_theory():
 def test_the_step_cost_experiment_compares_predicted_and_taken_times(tmp_path, monkeypatch, tiny_data, capsys):
     monkeypatch.setattr(step_cost, "ACCUMULATIONS", (1, 2))
     monkeypatch.setattr(step_cost, "STEPS", 16)
+    monkeypatch.setattr(step_cost, "EVERY", 4)
     shape = ["--n_layer=1", "--n_embd=16", "--n_head=1", f"--dataset={tiny_data}", "--dtype=float32"]
     assert step_cost.main(["--machines=one", f"--out={tmp_path}", f"--results={tmp_path}/cost.json", *shape]) == 0
     with open(tmp_path / "cost.json") as f:

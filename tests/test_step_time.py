@@ -5,7 +5,7 @@ import torch
 
 import train
 from configurator import Config
-from rightbatch.step_time import WARM_UP, StepTime, row, slowest, split
+from rightbatch.step_time import REHEARSALS, REHEARSE_EVERY, WARM_UP, StepTime, row, slowest, split
 from rightbatch.tracker import EARLY
 from tests.conftest import TINY
 from trainer import checkpoint, log
@@ -57,6 +57,40 @@ def test_micro_steps_are_per_sequence_and_the_update_is_fixed(tmp_path, tiny_arg
 ])
 def test_what_communicates_is_fixed_cost(micro_steps, update, several, tail, expected):
     assert split(micro_steps, update, several, tail) == pytest.approx(expected)
+
+
+def test_an_only_micro_step_is_as_long_as_in_its_rehearsal_and_the_rest_is_fixed():
+    """0.2 s prepared, 1.5 s to the last gradient where 1.0 s in a rehearsal, 0.3 s until all have arrived, 0.5 s update."""
+    timer = StepTime("cpu", 4, 10**9, world=2)
+    real, rehearsal = ([0.0, 0.2, 2.0, 2.5], 1.7), ([5.0, 6.0], None)
+    for moments in [real] * (WARM_UP + 8):
+        timer.absorb(moments, 100)
+    assert timer.estimate()["per_sequence"][0] == pytest.approx(1.5 / 4), "without one: up to the last gradient"
+    timer = StepTime("cpu", 4, 10**9, world=2)
+    for moments in [real] * WARM_UP + [rehearsal] * REHEARSALS + [real] * 20:
+        timer.absorb(moments, 100)
+    assert timer.estimate()["per_sequence"] == pytest.approx((0.25,) * 3) and timer.estimate()["fixed"][0] == pytest.approx(1.5)
+
+
+def test_when_an_only_micro_step_is_rehearsed_and_that_its_second_time_counts(monkeypatch):
+    timer, clock, passes = StepTime("cpu", 4, 1000, world=2), [0.0], []
+    monkeypatch.setattr(StepTime, "now", lambda self: clock[0])
+    assert [i for i in range(1100) if timer.wants_rehearsal("norm")] == [
+        *range(WARM_UP, WARM_UP + REHEARSALS), REHEARSE_EVERY - 1, 2 * REHEARSE_EVERY - 1]
+    assert not timer.wants_rehearsal("exact"), "a kind of its own"
+
+    def micro_step():
+        passes.append(clock[0])
+        clock[0] += 5.0 if len(passes) == 1 else 1.0  # cold, then warm
+    timer.begin()
+    timer.mark()
+    timer.rehearse(micro_step)
+    timer.mark()
+    assert timer.end() == ([5.0, 6.0], None) and len(passes) == 2
+    timer.begin()
+    timer.mark()
+    timer.mark()
+    assert timer.end() == ([6.0] * 4, None), "the next step is an ordinary one"
 
 
 def made_up(seed, steps=60, several=False):

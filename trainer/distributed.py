@@ -144,6 +144,11 @@ class Ranks:
         self.sharded = True
         return model
 
+    @property
+    def ddp(self):
+        """Whether DDP averages the gradients, during the backward pass."""
+        return self.world > 1 and not (self.sharded or self.by_hand)
+
     def sync(self, run_model, last):
         """Before the forward pass of a micro-step: whether its backward pass communicates."""
         if self.world == 1 or self.by_hand:

@@ -125,7 +125,7 @@ def prepare_cpu():
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 2**30)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+        libc.mallopt(M_TRIM_THRESHOLD, -1)  # never
 
 
 def matmul_ceiling(device, dtype, seconds=0.1, clock=time.perf_counter):

@@ -85,6 +85,8 @@ class TrainingStep:
         self.loss_scale = self.optimizer.loss_scale()
         self.loss = torch.zeros((), device=self.device)
         for micro, (x, y) in enumerate(micro_batches, 1):
+            if accum == 1 and self.ranks.ddp and self.timer.wants_rehearsal(self.tracker.step_mode):
+                self.timer.rehearse(lambda: self.rehearse(x, y, given))
             self.ranks.sync(self.run_model, last=micro == accum)
             with self.autocast:
                 loss = self.run_model(x, y, **given)[1]  # no name for the logits: they would live through the backward pass
@@ -97,6 +99,17 @@ class TrainingStep:
             self.timer.mark()
         if self.crosscheck:
             self.crosscheck.release()
+
+    def rehearse(self, x, y, given):
+        """A micro-step without communication, for its time alone. It leaves no trace: the step after it has the same bits."""
+        self.ranks.sync(self.run_model, last=False)
+        with torch.random.fork_rng([torch.cuda.current_device()] if self.device == "cuda" else []):
+            with self.autocast:
+                loss = self.run_model(x, y, **given)[1]
+            self.optimizer.backward(loss)
+        self.optimizer.zero_grad()
+        if given:
+            given["probes"].grad = None
 
     # -- update
 
