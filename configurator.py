@@ -113,8 +113,8 @@ class Config:
                                                "fewer tokens in more steps, more the other way round", valid=ABOVE_0)
     batch_gns_margin: float = opt(0.1, BRANCH, "for gns: the interval must clear the batch by this share before it moves",
                                   valid=NOT_NEGATIVE)
-    batch_gns_dwell_tokens: int = opt(0, BRANCH, "for gns: at least so many tokens between moves; 0 = gns_half_life_tokens, "
-                                                 "when half of the average is new", valid=NOT_NEGATIVE)
+    batch_gns_dwell_tokens: int = opt(0, BRANCH, "for gns: at least so many tokens between moves; 0 = until half of the "
+                                                 "average is new", valid=NOT_NEGATIVE)
     batch_shrink: bool = opt(False, BRANCH, "for gns: may the batch also shrink; off because the noise scale grows in most "
                                             "runs")
     # -- optimisation; everything is counted in tokens, since steps change size
@@ -147,8 +147,9 @@ class Config:
                    ("off", "norm", "exact"))
     gns_half_life_tokens: int = opt(250_000, FIXED, "averages forget half in so many tokens (or a fifth of those seen, if "
                                                     "less): longer is steadier, later", valid=AT_LEAST_1)
-    gns_calibrate_tokens: int = opt(25_000, FIXED, "one exact step in so many tokens measures the factor from the norm "
-                                                   "layers' noise scale to the whole model's; 0 = never", valid=NOT_NEGATIVE)
+    gns_calibrate_tokens: int = opt(25_000, FIXED, "one exact step in so many tokens, more often at first, measures the "
+                                                   "factor from the norm layers' noise scale to the whole model's; 0 = "
+                                                   "never", valid=NOT_NEGATIVE)
     gns_metric: str = opt("adam", BRANCH, "by which noise scale the run is shown and steered: in the metric that Adam steps "
                                           "in, which predicts steps better, or plain", ("adam", "plain"))
     gns_adam: bool = opt(True, FIXED, "also the noise scale in the metric that Adam steps in (each coordinate over sqrt(v))")

@@ -39,6 +39,8 @@ def unequal_pair(q, big, h, examples):
         raise ValueError(f"a noise scale needs several examples, got shares with sum w^2 = {h} and {examples} example(s)")
     return (big - q) / (1 - h), examples * (q - h * big) / (1 - h)
 
+EARLY = 0.2  # averages never look back further than about this share of the tokens seen so far
+
 
 class Averages:
     """Token-decayed means of a few quantities that are measured together, and the covariance of those means.
@@ -251,6 +253,16 @@ def fewest(phases):
     for all phases."""
     steps = [s * progress(b, noise) for s, b, noise in phases]
     return sum(steps), sum(s * noise for s, (_, _, noise) in zip(steps, phases))
+
+
+def product(*triples):
+    """The product of independent triples: relative errors in quadrature."""
+    value = math.prod(t[0] for t in triples)
+    if value <= 0:
+        return 0.0, 0.0, math.prod(t[2] for t in triples)
+    down = math.hypot(*(math.log(t[0] / t[1]) if t[1] > 0 else math.inf for t in triples))
+    up = math.hypot(*(math.log(t[2] / t[0]) for t in triples))
+    return value, value * math.exp(-down), value * math.exp(up)
 
 
 def fastest_batch(noise, fixed, per_example):

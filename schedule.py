@@ -256,8 +256,8 @@ def balance(noise, cost, factor):
 
 def fastest(noise, cost, factor):
     """(1 + N/B)(t0 + t1 B), the time to a loss up to a constant, is smallest at B = sqrt(N t0 / t1)."""
-    (n, n_low, n_high), (t0, t0_low, t0_high), (t1, t1_low, t1_high) = noise, cost["fixed"], cost["per_sequence"]
-    return tuple(gns.fastest_batch(*those) for those in ((n, t0, t1), (n_low, t0_low, t1_high), (n_high, t0_high, t1_low)))
+    ratio = tuple(t0 / t1 for t0, t1 in zip(cost["fixed"], (cost["per_sequence"][i] for i in (0, 2, 1))))
+    return tuple(math.sqrt(v) for v in gns.product(noise, ratio))
 
 
 def fewest_tokens(noise, cost, factor):
@@ -284,7 +284,6 @@ class Controller(Between):
         self.smallest, self.largest = config.batch_size_start, config.batch_size
         self.objective, self.by_time = OBJECTIVES[config.batch_objective], config.batch_objective == "time"
         self.factor, self.margin, self.shrink = config.batch_gns_factor, config.batch_gns_margin, config.batch_shrink
-        self.dwell = config.batch_gns_dwell_tokens or config.gns_half_life_tokens
         self.batch, self.moved_tokens, self.reason = self.smallest, 0, ""
         self.direction, self.turns = 1, 0  # of the last move; how often it changed
 
@@ -328,7 +327,7 @@ class Controller(Between):
             return batch, "largest"
         if self.objective is fewest_tokens and batch == self.smallest:
             return batch, "smallest"
-        if tokens < self.moved_tokens + self.dwell:
+        if tokens < self.moved_tokens + self.dwell():
             return batch, "dwell"
         if noise is None or not all(map(math.isfinite, noise)):
             return batch, "undetermined"
@@ -337,12 +336,12 @@ class Controller(Between):
         wanted, target = self.wanted(noise, cost), self.objective(noise, cost, self.factor)[0]
         if wanted == 0:
             return batch, "margin"
+        if batch == (self.largest if wanted > 0 else self.smallest):
+            return batch, "limit"
         if wanted < 0 and not self.shrink:
             return batch, "no shrink"
         if self.shrink and wanted != self.direction and tokens < self.turn_at():
             return batch, "turn"
-        if batch == (self.largest if wanted > 0 else self.smallest):
-            return batch, "limit"
         new = to_quanta(target, self.quantum)
         new = min(new, 2 * batch, self.largest) if wanted > 0 else max(new, to_quanta(batch / 2, self.quantum), self.smallest)
         return (new, "move") if (new - batch) * wanted > 0 else (batch, "quantum")
@@ -352,16 +351,21 @@ class Controller(Between):
         _, low, high = self.objective(noise, cost, self.factor)
         return 1 if low > self.batch * (1 + self.margin) else -1 if high < self.batch / (1 + self.margin) else 0
 
+    def dwell(self):
+        """Tokens to wait after the last move: until half of the noise scale's average is new."""
+        early = self.moved_tokens * gns.EARLY / (1 - gns.EARLY)  # the average looks back over a share of all tokens at most
+        return self.config.batch_gns_dwell_tokens or round(min(self.config.gns_half_life_tokens, early))
+
     def turn_at(self):
         """The tokens from which on the batch may change its direction."""
-        return self.moved_tokens + self.dwell * 2 ** (self.turns + 1)
+        return self.moved_tokens + self.dwell() * 2 ** (self.turns + 1)
 
     def explain(self, reason, noise, cost):
         """A reason of decide(), in words."""
         without_aim = {
             "largest": f"it has reached batch_size={self.largest}",
             "smallest": "fewest tokens: the smallest batch, batch_size_start",
-            "dwell": f"no move before {self.moved_tokens + self.dwell:,} tokens (batch_gns_dwell_tokens)",
+            "dwell": f"no move before {self.moved_tokens + self.dwell():,} tokens (batch_gns_dwell_tokens)",
             "undetermined": "the noise scale is undetermined",
             "no cost": "what a step costs is not known yet"}
         if reason in without_aim:

@@ -6,7 +6,6 @@ norms, since its small batch has many examples, and it holds a second copy of th
 import torch
 
 from rightbatch import gns
-from rightbatch.tracker import EARLY
 
 
 class CrossCheck:
@@ -15,7 +14,7 @@ class CrossCheck:
         self.parameters, self.groups, self.micro_batch_size = parameters, groups, micro_batch_size
         self.world, self.average = world, average
         kinds = ("micro", "rank") if world > 1 else ("micro",)
-        self.scales = {f"{group}_{kind}": gns.NoiseScale(half_life_tokens, EARLY) for kind in kinds for group in groups}
+        self.scales = {f"{group}_{kind}": gns.NoiseScale(half_life_tokens, gns.EARLY) for kind in kinds for group in groups}
         self.begin()
 
     # -- on the device, during a step

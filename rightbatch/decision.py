@@ -12,6 +12,7 @@ Letters: B examples in a step, N noise scale in examples, t0 and t1 seconds of a
 import dataclasses
 import math
 
+from rightbatch.gns import product
 from rightbatch.tracker import named
 
 TUNED = "Assumes a learning rate tuned for each batch size."
@@ -34,16 +35,6 @@ class Cost:
         """t0 / t1 in sequences. Its ends take both errors against each other: in a fit one is high where the other is low."""
         (f, f_low, f_high), (s, s_low, s_high) = self.fixed, self.per_sequence
         return f / s, f_low / s_high, f_high / s_low
-
-
-def product(*triples):
-    """The product of independent triples: relative errors in quadrature."""
-    value = math.prod(t[0] for t in triples)
-    if value <= 0:
-        return 0.0, 0.0, math.prod(t[2] for t in triples)
-    down = math.hypot(*(math.log(t[0] / t[1]) if t[1] > 0 else math.inf for t in triples))
-    up = math.hypot(*(math.log(t[2] / t[0]) for t in triples))
-    return value, value * math.exp(-down), value * math.exp(up)
 
 
 def right_batch(noise, cost, quantum):

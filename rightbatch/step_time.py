@@ -28,7 +28,7 @@ import time
 import torch
 
 from rightbatch import gns
-from rightbatch.tracker import EARLY, named
+from rightbatch.tracker import named
 
 WARM_UP = 3  # steps of each kind that a process does not count: memory, threads and compilers are cold
 REHEARSALS, REHEARSE_EVERY = 3, 500  # at first, then one in so many steps of a kind: half a per cent of them
@@ -40,7 +40,7 @@ class StepTime:
         """sequences: of one micro-step over all processes. last_ready: the parameter whose gradient comes last, under DDP.
         setting: what else a step's cost depends on; averages of another setting are not taken over."""
         self.device, self.sequences, self.world = device, sequences, world
-        self.averages = gns.Averages(2, half_life_tokens, EARLY)  # seconds of a micro-step, t0
+        self.averages = gns.Averages(2, half_life_tokens, gns.EARLY)  # seconds of a micro-step, t0
         self.seen, self.marks, self.ready = {}, [], None  # steps by kind; moments of the step at work
         self.rehearsed, self.rehearsal, self.alone, self.beside = {}, None, {}, {}  # by kind: times asked; seconds, see split
         self.setting = [device, sequences, world, torch.get_num_threads(), *setting]

@@ -23,12 +23,15 @@ A site is a (parameter name, group, layer) whose probe gets norms; the bias besi
 B examples in the step, S sites, P parameters.
 """
 
+import math
+
 import numpy as np
 import torch
 
 from rightbatch import gns
 
-EARLY = 0.2  # averages never look back further than about this share of the tokens seen so far
+EXACT_EARLY = 12  # exact steps for calibration while the tokens grow e-fold, at first
+EXACT_MOST = 8  # at most one exact step in so many, later
 # rows of the probes that hold squared norms, and the name of |G|^2 in the record: plain, and in the optimizer's metric
 PLAIN, ADAM = (slice(0, 2), "param_sq"), (slice(2, 4), "param_psq")
 
@@ -50,10 +53,10 @@ class Tracker:
                         for kind, mask in masks.items()}
         self.groups = list(self.members[mode]) if mode != "off" else []
         self.metrics = {"": PLAIN} | ({"_adam": ADAM} if metric else {})
-        self.scales = {group + suffix: gns.NoiseScale(half_life_tokens, EARLY) for suffix in self.metrics
+        self.scales = {group + suffix: gns.NoiseScale(half_life_tokens, gns.EARLY) for suffix in self.metrics
                        for group in self.groups if not (suffix and group.startswith("block_"))}
         calibrated = self.metrics if mode == "norm" and calibrate_tokens else ()
-        self.calibrations = {suffix: gns.Calibration(half_life_tokens, EARLY) for suffix in calibrated}
+        self.calibrations = {suffix: gns.Calibration(half_life_tokens, gns.EARLY) for suffix in calibrated}
         self.norm_sites = [i for i, site in enumerate(sites["exact"]) if site[1] == "norm"]
         self.probes, self.taken, self.weights = {}, [], None
         self.newest_pairs, self.newest_norms = {}, None  # of the newest step alone: log keys; its mode and example_sq
@@ -65,7 +68,7 @@ class Tracker:
         self.taken, self.weights, self.step_mode = [], None, self.mode
         if self.mode == "off":
             return {}
-        if self.calibrations and (before == 0 or crossed(before, after, self.calibrate_tokens)):
+        if self.calibrations and calibrates(before, after, self.calibrate_tokens):
             self.step_mode = "exact"
         if self.metric:
             self.weights = self.metric(self.watched[self.step_mode])
@@ -209,6 +212,16 @@ def scale_row(scales):
 def named(key, estimate):
     """{key, key_low, key_high} of (value, low, high), or of None."""
     return dict(zip((key, f"{key}_low", f"{key}_high"), estimate or (None, None, None)))
+
+
+def calibrates(before, after, every):
+    """Whether the step from `before` to `after` tokens is exact: one in `every` tokens, and at most one in EXACT_MOST steps. At
+    first they are closer, so that the averages, which look back over a share of the tokens alone, always hold several."""
+    if before == 0:
+        return True
+    if before < EXACT_EARLY * every:
+        return math.floor(EXACT_EARLY * math.log(after)) > math.floor(EXACT_EARLY * math.log(before))
+    return crossed(before, after, max(every, EXACT_MOST * (after - before)))
 
 
 def crossed(before, after, every):

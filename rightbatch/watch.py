@@ -27,7 +27,7 @@ from rightbatch.exact import Exact
 from rightbatch.fuse import fuse, unfuse
 from rightbatch.metric import adam_metric
 from rightbatch.recognise import Norm, WatchError, recognise
-from rightbatch.tracker import EARLY, named, scale_row
+from rightbatch.tracker import named, scale_row
 
 FETCH = 512     # steps that may wait on the device when nobody asks for a report
 IGNORED = -100  # the label that losses leave out, by torch's convention
@@ -501,10 +501,10 @@ class Watch:
             self.timer.absorb_hooks(events, passes / self.world(), B, tokens)
 
     def scale(self, name):
-        return self.scales.setdefault(name, gns.NoiseScale(self.half_life_tokens, EARLY))
+        return self.scales.setdefault(name, gns.NoiseScale(self.half_life_tokens, gns.EARLY))
 
     def calibrated(self, metric):
-        return self.calibrations.setdefault(metric, gns.Calibration(self.half_life_tokens, EARLY))
+        return self.calibrations.setdefault(metric, gns.Calibration(self.half_life_tokens, gns.EARLY))
 
     def row(self, all_ranks=False):
         """The log keys: the noise scale in examples with its 95% interval, |G|^2 and tr(Sigma); None while undetermined. The

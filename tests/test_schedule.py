@@ -12,6 +12,7 @@ import configurator
 import schedule
 import train
 from configurator import Config, ConfigError
+from rightbatch.decision import Cost, right_batch
 from schedule import Controller, build, learning_rate_at
 from tests.conftest import ROOT
 from tests.test_train import assert_same_run, untimed
@@ -277,7 +278,7 @@ def test_whatever_it_sees_the_controller_stays_in_bounds_in_quanta_and_within_it
         assert c.smallest <= c.batch <= c.largest and c.batch % quantum == 0
         assert shrink or c.batch >= before
         if c.batch != before:
-            assert noise and tokens - moved >= c.dwell and text.startswith(f"batch {before} -> {c.batch}: ")
+            assert noise and tokens - moved >= c.dwell() and text.startswith(f"batch {before} -> {c.batch}: ")
             assert before / 2 - quantum < c.batch <= 2 * before
             assert (c.factor * noise[1] > before * (1 + c.margin)) == (c.batch > before)
             moved = tokens
@@ -347,7 +348,23 @@ def test_by_time_the_controller_goes_to_sqrt_of_noise_scale_times_fixed_over_per
     assert c.observe(4000, (1e4, 9e3, 1.1e4), COST).startswith("batch 64 -> 128"), "at most double"
     free = {"fixed": (0.0, 0.0, 0.0), "per_sequence": (0.01, 0.0099, 0.0101)}
     c = controller(batch_objective="time")
-    assert "asks for less" in c.observe(1000, (90, 80, 100), free) and c.batch == 8, "no fixed cost: the smallest batch"
+    assert "asks for less than batch_size_start=8" in c.observe(1000, (90, 80, 100), free) and c.batch == 8, "no fixed cost"
+
+
+def test_the_controller_and_whatif_give_the_fastest_batch_the_same_interval():
+    cost = Cost(COST["fixed"], COST["per_sequence"], "")
+    expected = [right_batch((90, 80, 100), cost, 1)[f"time{end}"] for end in ("", "_low", "_high")]
+    assert schedule.fastest((90, 80, 100), COST, 1) == pytest.approx(expected)
+
+
+def test_the_controller_waits_until_half_of_the_average_is_new_which_is_sooner_early_in_a_run():
+    c = controller(batch_gns_dwell_tokens=0, gns_half_life_tokens=100_000)
+    asks = (10**6, 10**5, 10**7)
+    assert "8 -> 16" in c.observe(20_000, asks), "no average is older than the run: nothing to wait for"
+    assert c.observe(24_999, asks) is None and "16 -> 32" in c.observe(25_000, asks), "a fifth of the tokens are new"
+    for t, batch in ((800_000, 64), (899_999, 64), (900_000, 128)):  # a half-life at most
+        c.observe(t, asks)
+        assert c.batch == batch
 
 
 def test_by_tokens_the_controller_stays_at_the_smallest_batch():

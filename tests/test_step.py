@@ -120,7 +120,7 @@ def test_muon_has_no_metric_for_its_matrices_and_adams_for_the_norm_layers(tiny_
 
 
 def test_muon_learns_measures_and_resumes_bit_for_bit(tmp_path, tiny_args):
-    common = dict(optimizer="muon", grad_stats=True, gns_calibrate_tokens=640, beta2_scaling="tokens")
+    common = dict(optimizer="muon", grad_stats=True, gns_calibrate_tokens=64, beta2_scaling="tokens")
     assert train.main(tiny_args(out_dir=tmp_path / "whole", **common)) == 0
     assert train.main(tiny_args(out_dir=tmp_path / "two", **common, stop_tokens=1600)) == 0
     assert train.main(tiny_args(out_dir=tmp_path / "two", **common, resume=True)) == 0

@@ -5,8 +5,8 @@ import torch
 
 import train
 from configurator import Config
+from rightbatch import gns
 from rightbatch.step_time import REHEARSALS, REHEARSE_EVERY, WARM_UP, StepTime, row, slowest, split
-from rightbatch.tracker import EARLY
 from tests.conftest import TINY
 from trainer import checkpoint, log
 from trainer.optimizer import Optimizer
@@ -148,7 +148,7 @@ def test_a_state_from_another_setting_is_not_taken_over():
     for copy in (same, other):
         copy.load_state_dict(timer.state_dict())
     assert same.estimate() == timer.estimate() and other.estimate() is None
-    assert row(None) == {} and timer.averages.early == EARLY
+    assert row(None) == {} and timer.averages.early == gns.EARLY
 
 
 TIMED = dict(batch_schedule="gns", gns="exact", batch_objective="time", batch_size_start=4, batch_size=64, max_tokens=9600,

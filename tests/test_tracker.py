@@ -1,6 +1,7 @@
 """The measurements of a step against a plain loop over examples, and exact mode end to end."""
 
 import copy
+import math
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import gns
 import train
 from configurator import Config
 from model import GPT, GPTConfig
+from rightbatch.tracker import EXACT_EARLY, EXACT_MOST, calibrates
 from trainer import batches, checkpoint, log
 from trainer.distributed import Ranks
 from trainer.optimizer import Optimizer
@@ -192,6 +194,18 @@ def test_exact_mode_trains_as_norm_mode_does_and_logs_every_group(tmp_path, tiny
     assert exact[0]["gns/total_tr_sigma"] == pytest.approx(parts, rel=1e-5)
 
 
+def test_exact_steps_come_often_at_first_then_one_in_so_many_tokens_and_never_too_many():
+    def exact(step, end, every):
+        return [after for after in range(step, end + 1, step) if calibrates(after - step, after, every)]
+    found = exact(100, 400_000, 5000)
+    for early in (2000, 8000, 32_000):  # a half-life of the averages, a fifth of the tokens, holds the same number of them
+        assert sum(0.8 * early < t <= early for t in found) == pytest.approx(-EXACT_EARLY * math.log(0.8), abs=1)
+    assert [t for t in found if t > 300_000] == list(range(305_000, 400_001, 5000))
+    assert found[0] == 100, "the first step"
+    large = exact(4000, 400_000, 5000)
+    assert sum(t > 200_000 for t in large) == pytest.approx(50 / EXACT_MOST, abs=1), "at most one in so many steps"
+
+
 def test_calibration_takes_exact_steps_at_the_asked_distance_and_finds_the_exact_factor(tmp_path, tiny_args):
     """A model that stands still, so that exact mode's own ratio is the truth."""
     common = dict(max_tokens=24_000, gns_half_life_tokens=10**9, learning_rate=0, min_lr=0, batch_schedule="constant", seed=1,
@@ -206,7 +220,9 @@ def test_calibration_takes_exact_steps_at_the_asked_distance_and_finds_the_exact
         assert some[f"gns/calibrated{metric}"] == pytest.approx(some[f"gns/calibration{metric}"] * some[f"gns/norm{metric}"])
     assert some["gns"] == some["gns/calibrated_adam"] and exact["gns"] == exact["gns/total_adam"]
     exact_steps = checkpoint.load(str(tmp_path / "some"))["gns"]["calibrations"][""]["averages"]["updates"]
-    assert 20 <= exact_steps <= 24  # one in 1,000 tokens, less those before the norm layers' own scale is determined
+    ends = range(some["tokens"] // some["step"], some["tokens"] + 1, some["tokens"] // some["step"])
+    wanted = sum(calibrates(before, after, 1000) for before, after in zip([0, *ends], ends))
+    assert wanted - 8 <= exact_steps <= wanted  # less those before the norm layers' own scale is determined
 
 
 def test_calibration_does_not_change_training(tmp_path, tiny_args):

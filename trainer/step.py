@@ -20,7 +20,7 @@ import torch
 
 from rightbatch import step_time
 from rightbatch.crosscheck import CrossCheck
-from rightbatch.tracker import Tracker, local, scale_row
+from rightbatch.tracker import EXACT_EARLY, Tracker, local, scale_row
 from trainer import hardware
 from trainer.grad_stats import GradStats
 from trainer.optimizer import Optimizer
@@ -167,11 +167,11 @@ class TrainingStep:
         """The keys of a log line."""
         return self.tracker.row() | scale_row(self.crosscheck_scales) | self.stats.row()
 
-    def tokens_to_calibration(self, metric):
-        """Roughly, until the whole model's noise scale is known; None where nothing tells, or it is."""
+    def tokens_to_calibration(self, metric, tokens):
+        """Roughly, after `tokens`, until the whole model's noise scale is known; None where nothing tells, or it is."""
         calibration = self.tracker.calibrations.get("_adam" if metric == "adam" else "")
         steps = calibration and calibration.steps_to_go()
-        return steps * self.config.gns_calibrate_tokens if steps else None
+        return steps * min(self.config.gns_calibrate_tokens, tokens / EXACT_EARLY) if steps else None
 
     def state_dict(self):
         state = self.tracker.state_dict()
