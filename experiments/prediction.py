@@ -17,7 +17,9 @@ At the middle length the source runs are made twice, with gns=norm, which calibr
 """
 
 import itertools
+import json
 import math
+import os
 import statistics
 import sys
 
@@ -149,6 +151,16 @@ def predictions(runs, best, seeds, ends):
                 found.append(dict(length=length, loss=loss, source=source, batch=batch, seed=seed, key=key, phases=phases,
                                   taken=tokens / (batch * run.block)))
     return found
+
+
+def known(folder):
+    """The numbers of this experiment, for others that build on it."""
+    path = os.path.join(folder, "prediction.json")
+    try:
+        with open(path) as f:
+            return json.load(f)
+    except OSError:
+        sys.exit(f"error: {path} is missing: python experiments/prediction.py writes it")
 
 
 def ratio(p, factor=1.0):

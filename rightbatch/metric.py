@@ -13,6 +13,27 @@ def adam_metric(second_moments, step, beta2, eps):
     torch._foreach_sqrt_(weights)
     torch._foreach_add_(weights, eps)
     torch._foreach_reciprocal_(weights)
-    for p, v in zip(weights, second_moments):
-        p.mul_(v > 0)  # a coordinate that never had a gradient (a token not seen yet) has none: 1/eps would drown all others
+    # a coordinate that never had a gradient (a token not seen yet) has no weight: 1/eps would drown all others
+    pairs = list(zip(weights, second_moments))
+    vectors = [pair for pair in pairs if pair[0].dim() < 2]
+    if vectors:
+        torch._foreach_mul_([p for p, _ in vectors], torch._foreach_sign([v for _, v in vectors]))
+    for p, v in pairs:
+        if p.dim() >= 2:  # one by one: each makes a temporary of its size
+            p.mul_(v > 0)
     return weights
+
+
+def weighted_sq(grads, weights):
+    """(n,) sums of w g^2, one for each of n gradients. Vectors are done together: there are many, and they are small."""
+    found = [None] * len(grads)
+    small = [i for i, g in enumerate(grads) if g.dim() < 2]
+    if small:
+        root = torch.cat([weights[i] for i in small]).sqrt_()
+        pieces = root.mul_(torch.cat([grads[i] for i in small])).split([len(grads[i]) for i in small])
+        for i, norm in zip(small, torch._foreach_norm(pieces)):
+            found[i] = norm.square()
+    for i, g in enumerate(grads):
+        if found[i] is None:
+            found[i] = (weights[i] * g.square()).sum()
+    return torch.stack(found)

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from rightbatch import gns
+from rightbatch.metric import weighted_sq
 
 EXACT_EARLY = 12  # exact steps for calibration while the tokens grow e-fold, at first
 EXACT_MOST = 8  # at most one exact step in so many, later
@@ -48,9 +49,9 @@ class Tracker:
         self.members = {kind: membership(those, names) for kind, those in sites.items()}
         covered = self.members["exact"]["total"][1]
         assert covered.all(), f"no site for {[n for n, c in zip(names, covered) if not c]}"
-        masks = {"norm": self.members["norm"]["norm"][1], "exact": covered}
+        self.masks = {"norm": self.members["norm"]["norm"][1], "exact": covered}
         self.watched = {kind: {n: p for (n, p), inside in zip(parameters.items(), mask) if inside}
-                        for kind, mask in masks.items()}
+                        for kind, mask in self.masks.items()}
         self.groups = list(self.members[mode]) if mode != "off" else []
         self.metrics = {"": PLAIN} | ({"_adam": ADAM} if metric else {})
         self.scales = {group + suffix: gns.NoiseScale(half_life_tokens, gns.EARLY) for suffix in self.metrics
@@ -94,9 +95,9 @@ class Tracker:
             return {}
         record = {"sq": self.in_order(self.taken)}
         if self.weights:
-            part, zero = self.weights[0], self.taken[0].new_zeros(())
-            record["param_psq"] = torch.stack([(part[n] * local(p.grad).square()).sum() if n in part else zero
-                                               for n, p in self.parameters.items()]) / self.copies
+            part = self.weights[0]
+            grads = [local(self.parameters[name].grad) for name in part]
+            record["param_psq"] = weighted_sq(grads, list(part.values())) / self.copies  # of the watched parameters alone
             self.weights = None  # as large as the model in an exact step
         return record
 
@@ -119,9 +120,13 @@ class Tracker:
         self.newest_pairs, self.newest_norms = {}, (mode, sq)
         if B == 1:
             return  # one example says nothing about noise
+        param_sq = {"param_sq": values["param_sq"]}
+        if "param_psq" in values:  # there is no metric before the optimizer's first step
+            param_sq["param_psq"] = np.zeros(len(self.parameters))
+            param_sq["param_psq"][self.masks[mode]] = values["param_psq"]
         for suffix, (rows, big) in self.metrics.items():
-            if rows.start < sq.shape[2]:  # there is no metric before the optimizer's first step
-                self.absorb_metric(suffix, sq[:, :, rows].sum((0, 2, 3)), values[big], mode, B, tokens)
+            if big in param_sq:
+                self.absorb_metric(suffix, sq[:, :, rows].sum((0, 2, 3)), param_sq[big], mode, B, tokens)
 
     def absorb_metric(self, suffix, site_sq, param_sq, mode, B, tokens):
         """One step in one metric: site_sq (S,) summed over examples, param_sq (P,) of the mean gradient."""

@@ -1,0 +1,291 @@
+"""
+Does steering by the noise scale pay, in real seconds, on machines that differ?
+
+    python data/python/prepare.py
+    python experiments/steering.py                     # four machines (hosts.py; needs root): two hours on two quiet cores
+    python experiments/steering.py --machines=one,two
+
+Constant batches 4 to 256, each with its own best learning rate; the paper's linear ramp and seesaw, 8 to 64; and
+batch_schedule=gns with its defaults, batch_objective=time, from 8, up to 256. Those three share one learning rate. Whole runs
+of three lengths over three seeds, the learning rate falling to a tenth: ends are compared with ends.
+
+gns really runs on each machine: its decisions depend on what a step costs there. What it is compared with trains the same
+whatever the machine, so those runs are made once, on one process (the constant ones of 4 to 128 by prediction.py, whose numbers
+file is read), and their seconds on a machine are steps times the time of a step, measured there at each batch. One constant run
+on each machine checks that: its real seconds stand beside those.
+Regret: seconds of gns, over those of the best constant batch to the same final loss, less 1.
+
+Machines that we do not have: t(B) = t0 + B in units of t1, with t0 of 1 to 256 sequences. gns runs there with that cost given
+(priced.py).
+"""
+
+import os
+import shutil
+import statistics
+import sys
+
+import hosts
+import numpy as np
+import prediction
+from common import ROOT, Runs, parse, write
+
+import schedule
+from plots import style
+from sweeps import jobs
+from trainer import log
+
+PAPER = ("The paper: a linear batch schedule, guided by the noise scale, reached the fixed run's loss in 18% less training "
+         "time. It does not ask what a step costs.")
+CONSTANTS, LARGEST, QUANTUM = (4, 8, 16, 32, 64, 128, 256), 256, 8
+FACTOR = 2.0  # on the learning rate, of everything but the constant batches: theirs came out between 1.9 and 3
+RAMP = dict(batch_size_start=QUANTUM, batch_size=64)
+GNS = dict(batch_schedule="gns", batch_size_start=QUANTUM, batch_size=LARGEST)
+FIXED = {"linear": dict(batch_schedule="linear", **RAMP), "seesaw": dict(batch_schedule="seesaw", **RAMP)}
+LENGTHS = (0.5, 1.0, 2.0)  # of the fixed schedules, over max_tokens
+LONG = (1.5, 2.5, 4.0)  # of the batch of LARGEST
+# lengths of gns, so that its final losses lie within those of the constant batches
+STEERED = {"one": (0.6, 0.9, 1.3), "two": (0.6, 0.9, 1.3), "200mbit": (1.0, 1.4, 2.0), "50mbit": (1.2, 1.8, 2.7)}
+RATIOS, PRICED_LENGTHS = (1, 4, 16, 64, 256), (0.8, 0.8, 1.0, 1.2, 1.6)  # t0 / t1 of machines we do not have, in sequences
+STEPS, EVERY = 60, 10  # of the runs that time a step
+
+
+def settings(config, length, seed, factor=FACTOR, **changes):
+    """What a run changes in the config."""
+    tokens = round(config.max_tokens * length)
+    return dict(max_tokens=tokens, warmup_tokens=round(prediction.WARM_UP * tokens), seed=seed,
+                learning_rate=config.learning_rate * factor, min_lr=config.min_lr * factor, **changes)
+
+
+def constant(config, batch, length, seed, factor):
+    """The same at a constant batch, with a warm-up of enough steps."""
+    found = settings(config, length, seed, factor, batch_schedule="constant", batch_size=batch, batch_size_start=batch)
+    least = prediction.WARM_UP_STEPS * batch * config.block_size
+    return {**found, "warmup_tokens": min(found["max_tokens"], max(found["warmup_tokens"], least))}
+
+
+# -- runs that are the same on every machine
+
+def known_ends(folder):
+    """{batch: [(tokens, final losses)]} of prediction.py."""
+    found = prediction.known(folder)["tokens_and_final_losses"]
+    return {int(b): [(tokens, losses) for tokens, losses in ends] for b, ends in found.items() if int(b) in CONSTANTS}
+
+
+def far_ends(runs, seeds):
+    """The same of the largest batch, at the best of three learning rates, by a seed that is not reported."""
+    def name(factor, length, seed):
+        return f"batch{LARGEST}_lr{factor:g}_length{length:g}_seed{seed}"
+
+    def do(those):
+        runs.do({name(f, n, s): constant(runs.config, LARGEST, n, s, f) for f, n, s in those}, may_die=True)
+    do([(f, LONG[0], 0) for f in (1.0, 2.0, 4.0)])
+    best = prediction.top({f: runs.final_loss(name(f, LONG[0], 0)) for f in (1.0, 2.0, 4.0)})
+    do([(best, n, s) for s in seeds for n in LONG])
+    return best, [(round(runs.config.max_tokens * n), [runs.final_loss(name(best, n, s)) for s in seeds]) for n in LONG]
+
+
+def fixed_ends(runs, seeds):
+    """{schedule: [(tokens, final losses)]}"""
+    runs.do({f"{kind}_length{n:g}_seed{s}": settings(runs.config, n, s, **own)
+             for kind, own in FIXED.items() for s in seeds for n in LENGTHS})
+    return {kind: [(round(runs.config.max_tokens * n),
+                    [runs.final_loss(f"{kind}_length{n:g}_seed{s}") for s in seeds]) for n in LENGTHS] for kind in FIXED}
+
+
+# -- machines
+
+def real(name, out, config, changes):
+    """One run on that machine; not again where it is finished."""
+    folder = os.path.join(out, name, changes.pop("name"))
+    processes = hosts.MACHINES[name][0]
+    micro = min(QUANTUM, changes["batch_size"]) // processes
+    own = {**vars(config), **changes, "out_dir": folder, "micro_batch_size": micro}
+    if jobs.tokens_done(folder) < own["max_tokens"]:  # its seconds are real ones: never half a run
+        shutil.rmtree(folder, ignore_errors=True)
+        hosts.train(name, own)
+    return log.read(folder)
+
+
+def step_times(name, args, config):
+    """{batch: seconds of a step}, each measured by a run of its own, without calibration."""
+    found = {}
+    for batch in CONSTANTS:
+        if batch >= hosts.MACHINES[name][0]:
+            rows = real(name, args.out, config, dict(
+                name=f"time{batch}", batch_schedule="constant", batch_size=batch, max_tokens=STEPS * batch * config.block_size,
+                warmup_tokens=0, log_interval=EVERY, gns_calibrate_tokens=0, eval_iters=8))
+            found[batch] = statistics.median(r["dt_ms"] for r in rows if "train/loss" in r and r["step"] > 2 * EVERY) / 1e3
+    print(f"{name}: seconds of a step: {', '.join(f'{b}: {t:.4f}' for b, t in found.items())}", flush=True)
+    return found
+
+
+def summary(rows):
+    """What became of a run of gns."""
+    steps = [r for r in rows if "train/loss" in r]
+    return {"tokens": steps[-1]["tokens"], "steps": steps[-1]["step"], "seconds": steps[-1]["seconds"],
+            "loss": [r["val/loss"] for r in rows if "val/loss" in r][-1], "walk": walk_of(steps)}
+
+
+def walk_of(steps):
+    """[[batch, steps]] of a log."""
+    found, before = [], 0
+    for r in steps:
+        if not found or found[-1][0] != r["batch_size"]:
+            found.append([r["batch_size"], 0])
+        found[-1][1] += r["step"] - before
+        before = r["step"]
+    return found
+
+
+# -- seconds to a loss
+
+def at(times, batch):
+    """Seconds of a step of any batch, on straight lines between those measured."""
+    return float(np.interp(batch, list(times), list(times.values())))
+
+
+def seconds_to(loss, kind, ends, times, config):
+    """Of a constant batch or a fixed schedule, to end at `loss`; None outside of what its runs reached."""
+    tokens = prediction.taken(ends, loss)
+    if tokens is None or (isinstance(kind, int) and kind not in times):
+        return None
+    if isinstance(kind, int):
+        return tokens / (kind * config.block_size) * times[kind]
+    changed = type(config)(**{**vars(config), **settings(config, tokens / config.max_tokens, 0, **FIXED[kind])})
+    batches, done, seconds = schedule.build(changed, QUANTUM), 0, 0.0
+    while done < tokens:
+        batch = batches.at(done)
+        done, seconds = done + batch * config.block_size, seconds + at(times, batch)
+    return seconds
+
+
+def compared(steered, ends, times, config):
+    """One loss: {"loss", "gns", every other kind: seconds to it or None, "best": constant batch, "regret": {kind: share}}"""
+    loss, seconds = (statistics.fmean(r[key] for r in steered) for key in ("loss", "seconds"))
+    others = {kind: seconds_to(loss, kind, own, times, config) for kind, own in ends.items()}
+    constant = {b: s for b, s in others.items() if isinstance(b, int) and s}
+    if not constant:
+        return {"loss": loss, "gns": seconds, "best": None}
+    best = min(constant, key=constant.get)
+    everything = {"gns": seconds, **{kind: s for kind, s in others.items() if s}}
+    return {"loss": loss, "seconds": {str(k): s for k, s in everything.items()}, "best": best,
+            "sweep_seconds": sum(constant.values()),
+            "regret": {str(k): s / constant[best] - 1 for k, s in everything.items()},
+            "regret_of_seeds": [r["seconds"] / (seconds_to(r["loss"], best, ends[best], times, config) or float("nan")) - 1
+                                for r in steered]}
+
+
+def on_machine(name, args, config, seeds, ends):
+    """Everything of one machine."""
+    with hosts.machine(name):
+        times = step_times(name, args, config)
+        runs = {n: [summary(real(name, args.out, config, {"name": f"gns_length{n:g}_seed{s}", **settings(config, n, s, **GNS)}))
+                    for s in seeds] for n in STEERED[name]}
+        losses = {f"{n:g}": compared(those, ends, times, config) for n, those in runs.items()}
+        best = next((own["best"] for own in losses.values() if own["best"]), QUANTUM)
+        check = checked(name, args, config, best, times)
+    return {"step_seconds": times, "runs": {f"{n:g}": those for n, those in runs.items()}, "losses": losses, "check": check}
+
+
+def checked(name, args, config, batch, times):
+    """A whole constant run on the machine: its seconds, and what steps times the time of a step says."""
+    rows = real(name, args.out, config, {"name": f"check{batch}", "gns_calibrate_tokens": 0,
+                                         **constant(config, batch, STEERED[name][0], 1, FACTOR)})
+    last = [r for r in rows if "train/loss" in r][-1]
+    return {"batch": batch, "steps": last["step"], "seconds": last["seconds"], "priced": last["step"] * times[batch]}
+
+
+class Priced(jobs.Group):
+    """Runs with a given cost of a step."""
+
+    def start(self, command, **options):
+        python, _, *arguments = command
+        return super().start([python, os.path.join(ROOT, "experiments", "priced.py"), *arguments], **options)
+
+
+def on_made_up_machines(runs, seeds, ends):
+    """{t0 / t1: what `compared` says}, in units of t1."""
+    result = {}
+    for ratio, length in zip(RATIOS, PRICED_LENGTHS):
+        times = {b: float(ratio + b) for b in CONSTANTS}
+        runs.group = lambda *a, **how: Priced(*a, **how, env={"STEP_COST": f"{ratio * 1e-3},1e-3"})
+        names = {s: f"ratio{ratio}_length{length:g}_seed{s}" for s in seeds}
+        runs.do({name: settings(runs.config, length, s, **GNS) for s, name in names.items()})
+        steered = [summary(runs.rows(name)) for name in names.values()]
+        for r in steered:
+            r["seconds"] = sum(steps * (ratio + batch) for batch, steps in r["walk"])
+        result[str(ratio)] = {**compared(steered, ends, times, runs.config), "walk": steered[0]["walk"]}
+    return result
+
+
+# -- what came out
+
+def finding(machines, priced):
+    def worst(regrets):
+        return f"{min(regrets):+.0%} to {max(regrets):+.0%}" if regrets else "not comparable"
+    said = []
+    for name, own in machines.items():
+        known = [r for r in own["losses"].values() if r["best"]]
+        said.append(f"{name} {worst([r['regret']['gns'] for r in known])} (best constant "
+                    f"{', '.join(str(b) for b in sorted({r['best'] for r in known}))}; linear "
+                    f"{worst([r['regret']['linear'] for r in known if 'linear' in r['regret']])}, seesaw "
+                    f"{worst([r['regret']['seesaw'] for r in known if 'seesaw' in r['regret']])})")
+    text = "Here, seconds of gns to a loss, with no sweep, over those of the best constant batch: " + "; ".join(said)
+    known = {ratio: own for ratio, own in priced.items() if own["best"]}
+    if known:
+        text += ". Priced, t0/t1 of " + ", ".join(f"{ratio}: {own['regret']['gns']:+.0%} (best {own['best']})"
+                                                  for ratio, own in known.items())
+    return text + "."
+
+
+def draw(machines, path):
+    """Regret against constant batch, with the schedules as lines, one panel a machine."""
+    plt = style.pyplot()
+    figure, axes = plt.subplots(1, len(machines), figsize=(4 * len(machines), 4.2), layout="constrained", sharey=True,
+                                squeeze=False)
+    for ax, (name, own) in zip(axes.flat, machines.items()):
+        for shade, result in zip((0.35, 0.65, 1.0), (r for r in own["losses"].values() if r["best"])):
+            regret = result["regret"]
+            batches = [b for b in CONSTANTS if str(b) in regret]
+            ax.plot(batches, [1 + regret[str(b)] for b in batches], "o-", ms=4, color=style.COLORS[0], alpha=shade,
+                    label=f"constant, to a loss of {result['loss']:.2f}")
+            for color, kind in zip(style.COLORS[1:], ("gns", "linear", "seesaw")):
+                if kind in regret:
+                    ax.axhline(1 + regret[kind], color=color, alpha=shade, lw=1.6 if kind == "gns" else 1.0,
+                               ls="-" if kind == "gns" else "--", label=kind if shade == 1.0 else None)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.set_yticks([0.8, 1, 1.5, 2, 4], labels=["0.8", "1", "1.5", "2", "4"])
+        ax.minorticks_off()
+        ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        ax.set_title({"one": "one process", "two": "two processes", "200mbit": "two hosts, 200 Mbit/s",
+                      "50mbit": "two hosts, 50 Mbit/s"}[name])
+        ax.set_xlabel("batch, sequences")
+        ax.legend(fontsize=8)
+    axes[0, 0].set_ylabel("seconds to the loss, over the best constant batch's")
+    style.save(figure, path)
+
+
+def main(argv=None):
+    argv = sys.argv[1:] if argv is None else argv
+    own = [a for a in argv if a.startswith("--machines=")]
+    args, config = parse([a for a in argv if a not in own], "steering", __doc__, seeds=3, settings=prediction.SETTINGS,
+                         tiny=prediction.TINY)
+    names = hosts.names(own[-1].split("=", 1)[1] if own else ",".join(hosts.MACHINES))
+    seeds = list(range(1, args.seeds + 1))
+    runs = Runs(config, args)
+    ends = known_ends(args.results)
+    factor, ends[LARGEST] = far_ends(runs, seeds)
+    ends |= fixed_ends(runs, seeds)
+    priced = on_made_up_machines(runs, seeds, ends)
+    machines = {name: on_machine(name, args, config, seeds, ends) for name in names}
+    args.command = " ".join([args.command, *own])
+    path = write(args, config, PAPER, finding(machines, priced), {
+        "tokens_and_final_losses": {k: ends[k] for k in (LARGEST, *FIXED)}, "learning_rate_factor": {str(LARGEST): factor},
+        "machines": machines, "priced": priced})
+    draw(machines, path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
