@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from configurator import Config
-from model import GPT, GPTConfig, Norm
+from model import GPT, Attention, GPTConfig, Norm
 from trainer import distributed, hardware
 from trainer.step import TrainingStep, to_host
 
@@ -150,16 +150,16 @@ class Step:
     """train.py's step on one micro-batch (of each process, under DDP). What train.py does with the numbers of each step at its
     logged steps is done after each here, so that each is charged; the log line itself is not. `like`: see TrainingStep."""
 
-    def __init__(self, shape, micro, mode, adam=False, norm_impl="auto", dtype=torch.float32, ranks=None, like=None,
-                 device="cpu", compile="auto"):
+    def __init__(self, shape, micro, mode, adam=False, norm_impl="auto", attention_impl="auto", dtype=torch.float32, ranks=None,
+                 like=None, device="cpu", compile="auto"):
         torch.manual_seed(0)
-        self.norm_impl, self.ranks = norm_impl, ranks or distributed.Ranks(device=device)
+        self.impls, self.ranks = {Norm: norm_impl, Attention: attention_impl}, ranks or distributed.Ranks(device=device)
         self.tokens = micro * shape["block_size"]
         config = Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro, learning_rate=1e-4,
                         compile=compile)
         self.model, self.device = like.model if like else GPT(GPTConfig(**shape)).to(device), device
         self.inner = TrainingStep(self.model, config, self.ranks, device, dtype, like=like and like.inner)
-        self.norms = [module for module in self.model.modules() if isinstance(module, Norm)]
+        self.chosen = [(module, self.impls[type(module)]) for module in self.model.modules() if type(module) in self.impls]
         self.batch = tuple(t.to(device) for t in batch_of(shape, micro))
 
     def __call__(self):
@@ -176,8 +176,8 @@ class Step:
 
     def measured(self, x, y):
         """The step itself, without what train.py does at its logged steps."""
-        for norm in self.norms:
-            norm.impl = self.norm_impl
+        for module, impl in self.chosen:  # the model is shared by several steps
+            module.impl = impl
         config = self.inner.config
         self.inner.accumulate([(x, y)], 1, 1, 1 + self.tokens)
         return self.inner.update(config.learning_rate, config.beta2, config.weight_decay)

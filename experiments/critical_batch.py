@@ -56,7 +56,7 @@ def means(runs, factor, seed):
     result = {key: [] for key in KEYS}
     for length in prediction.LENGTHS:
         run = predict.read(runs.path(prediction.run_name(SOURCE, length, factor, seed, "norm")))
-        for key in KEYS:
+        for key in (k for k in KEYS if any(predict.triple(row, k) for row in run.steps)):
             phases = predict.phases(run, predict.noise_values(run.steps, key)[0], run.steps[-1]["step"])
             result[key].append({"tokens": run.steps[-1]["tokens"], **dict(zip(("critical", "low", "high"),
                                                                             predict.mean_noise(phases)))})
@@ -106,7 +106,7 @@ def draw(fitted, noise, moments, probed, path):
     errors = [[f["critical"] - f["low"] for f in known], [(f["high"] or 4 * f["critical"]) - f["critical"] for f in known]]
     axes[0].errorbar([f["tokens"] for f in known], [f["critical"] for f in known], errors, fmt="o-", capsize=3,
                      color=style.COLORS[0], label="curve through constant batches, 95%")
-    for key, words in KEYS.items():
+    for key, words in ((k, words) for k, words in KEYS.items() if noise[k]):
         own = noise[key]
         axes[0].fill_between([m["tokens"] for m in own], [m["low"] for m in own], [m["high"] for m in own], color=colors[key],
                              alpha=0.2, lw=0)

@@ -26,6 +26,8 @@ RESULTS = {
     "One run instead of a sweep": {
         "prediction": "Tokens and steps of other batches, predicted from one run: 3 layers x 96",
         "prediction_quickstart": "The same for the quickstart's model, 4 layers x 128",
+        "critical_batch": "Three answers: what is the critical batch size?",
+        "steering": "Steering by the noise scale, in real seconds, on four machines",
         "step_cost": "What a step costs: predicted from one run, against runs at other batches",
     },
     "What tracking costs": {
@@ -37,7 +39,7 @@ RESULTS = {
         "step_111m_float32": "Training step, gpt_111m, float32",
         "step_ranks": "Training step under DDP",
         "step_quickstart_exact": "Calibration",
-        "step_quickstart_adam": "Calibration in Adam's metric",
+        "step_quickstart_adam": "Adam's metric, and calibration in it",
         "step_others": "Exact mode against per-sample gradients of others",
         "watch": "watch in GPT-2 and Llama of Hugging Face",
         "grad_stats": "grad_stats, quickstart",
@@ -46,6 +48,7 @@ RESULTS = {
     "Speed": {
         "kernel": "Norm kernel against torch's LayerNorm",
         "attention": "Attention kernel against torch's",
+        "step_attention": "Training step with our attention kernel, and with torch's",
         "passes": "Passes over memory that a step could do without",
         "triton": "Triton kernels, compiled only",
         "traffic": "Bytes and kernels of a compiled step on a GPU, counted only",
@@ -192,6 +195,19 @@ def triton_tables(result):
     return [*lines, ""]
 
 
+def attention_table(result):
+    """Time, speed, error and memory by shape."""
+    lines = ["Forward and backward. The ceiling is the speed of torch's own matrix product, which a CPU can pass.", "",
+             "| dtype | B x T, heads x size | over torch's time | GFLOP/s, ceiling | error over torch's | peak memory |",
+             "|---|---|---|---|---|---|"]
+    for r in result["shapes"]:
+        ratio, memory = r["ratios"]["torch"]["both"], r["peak_bytes"]["ours"] / r["peak_bytes"]["torch"]
+        lines.append(f"| {r['dtype']} | {r['B']} x {r['T']}, {r['heads']} x {r['size']} | {ratio['ratio']:.2f} "
+                     f"({ratio['ratio_q1']:.2f} to {ratio['ratio_q3']:.2f}) | {r['flops_per_s']['both'] / 1e9:.0f}, "
+                     f"{r['ceiling_flops_per_s'] / 1e9:.0f} | {max(r['error_over_torch'].values()):.2f} | {memory:.2f} |")
+    return [*lines, ""]
+
+
 def traffic_table(result):
     lines = [f"Each cell: before (commit {result['before']['commit']}), now.", "",
              "| step | GB | kernels | GB of ours | kernels of ours |", "|---|---|---|---|---|"]
@@ -218,7 +234,7 @@ def prediction_table(result):
     return lines
 
 
-TABLES = {"triton": triton_tables, "traffic": traffic_table, "prediction": prediction_table,
+TABLES = {"attention": attention_table, "triton": triton_tables, "traffic": traffic_table, "prediction": prediction_table,
           "prediction_quickstart": prediction_table}
 
 
