@@ -137,7 +137,7 @@ def variants_of(name, others, ranks, dtype, only=None, device="cpu"):
     settings = {"off, torch's norm": dict(mode="off", norm_impl="torch"), "off": dict(mode="off"), "norm": dict(mode="norm"),
                 "norm + adam": dict(mode="norm", adam=True), "exact": dict(mode="exact"),
                 "exact + adam": dict(mode="exact", adam=True),
-                "norm, torch's attention": dict(mode="norm", attention_impl="torch")}
+                "norm + torch's attention": dict(mode="norm", attention_impl="torch")}
     if only:
         wanted = only.split(",")
         unknown = [name for name in wanted if name not in settings]
