@@ -187,7 +187,7 @@ def panels(monkeypatch, folder):
 
 
 def test_the_report_has_time_against_batch_with_the_run_and_the_right_batch(tmp_path, monkeypatch):
-    folder = write_run(tmp_path, RAMP, 20.0, cost=True)
+    folder = write_run(tmp_path, RAMP, 20.0, cost=True, slow=[2.0] * len(RAMP))
     ax = panels(monkeypatch, folder)["Predicted time against batch"]
     result, run, phases = predict.of_run(folder)
     lines = {line.get_label(): line for line in ax.lines}

@@ -552,13 +552,13 @@ def test_a_kind_is_priced_by_its_data_sheet(tmp_path):
     assert "too small" not in " ".join(machines.assume(run, None, options(kind="A100")))
 
 
-@pytest.mark.parametrize("cost", [True, False])
-def test_a_tiny_model_on_a_fast_kind_takes_as_long_as_launching_its_kernels(tmp_path, cost):
-    run = predict.read(write_run(tmp_path, [16] * 10, cost=cost))
+@pytest.mark.parametrize("cost, t0", [(True, 0.05), (True, 0.0005), (False, 0.05)])
+def test_a_tiny_model_on_a_fast_kind_takes_as_long_as_launching_its_kernels(tmp_path, cost, t0):
+    run = predict.read(write_run(tmp_path, [16] * 10, t0=t0, cost=cost))
     found = machines.cost_on(run, predict.step_cost(run), 4, options(kind="H100"))
     ring = machines.all_reduce(50_000, 4, (1.25e9, 30e-6))
     assert found.per_sequence == pytest.approx((2e-3 / MICRO / 4,) * 3)
-    scaled = 0.05 * 2e-3 / MICRO / 0.002 if cost else 0  # as many sequences' time as here
+    scaled = t0 * 2e-3 / MICRO / 0.002 if cost else 0  # as many sequences' time as here
     assert found.fixed[0] == pytest.approx(max(2e-3, scaled) + ring)
     said = machines.assume(run, predict.step_cost(run), options(kind="H100"))
     assert said[0].startswith("this model is too small for the H100") and any("at least 2 ms each" in line for line in said)
