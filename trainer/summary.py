@@ -72,7 +72,7 @@ def describe(row, config, seconds_left, calibrating=None, columns=None):
     fields = [(3, f"step {row['step']:>6}"),
               (0, f"{log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%}"),
               (0, f"loss {row['train/loss']:.4f}"), (0, f"batch {row['batch_size']:>3}"),
-              (0, f"{noise_words(row, config, calibrating):<22}"), *([(1, f"right {right:.3g}")] if right else []),
+              (0, f"{noise_words(row, config, calibrating):<22}"), *([(1, f"right {right:<4.3g}")] if right else []),
               (2, f"{log.count(row['tok_per_sec']):>5} tok/s"), (4, f"mfu {row['mfu']:3.0%}"),
               (0, f"{log.duration(seconds_left)} left")]
     if row["bad_steps"]:
