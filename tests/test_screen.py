@@ -37,13 +37,15 @@ def test_the_line_of_a_step_fits_the_terminal(row, columns, kept, gone):
     (110, ["38.3k tok/s"], ["mfu", "step"]), (100, [], ["mfu", "step", "tok/s"])])
 def test_the_line_of_a_step_names_the_right_batch_for_time_once_noise_scale_and_cost_are_known(columns, kept, gone):
     line = summary.describe(TIMED, Config(), 45_000, 95, columns)
-    assert f"| right {(98.5 * 60 / 4) ** 0.5:<4.3g} |" in line and (columns is None or len(line) <= columns)
+    assert "| right 40  |" in line and (columns is None or len(line) <= columns)
     assert all(word in line for word in kept) and not any(word in line for word in gone)
+    seconds = {B: (1 + 98.5 / B) * (60 + 4 * B) for B in range(8, 400, 8)}
+    assert min(seconds, key=seconds.get) == 40, "sqrt(98.5 x 60 / 4) = 38.4, in micro-batches of 32 / 4"
     assert len(summary.describe(TIMED, Config(), 45_000, 95, 80)) <= 80
     assert "right" not in summary.describe(ROW, Config(), 1.0), "no cost yet"
     assert "right" not in summary.describe({**TIMED, **CALIBRATING}, Config(), 1.0), "no noise scale yet"
     cheap = {**TIMED, "step_time/fixed_ms": 0.1, "step_time/fixed_ms_low": 0.1, "step_time/fixed_ms_high": 0.1}
-    assert "| right 8    |" in summary.describe(cheap, Config(), 1.0), "not below the micro-batch, 32 / 4"
+    assert "| right 8   |" in summary.describe(cheap, Config(), 1.0), "not below the micro-batch, 32 / 4"
 
 
 def test_calibrating_says_so_and_how_long():

@@ -9,7 +9,6 @@ import torch
 
 import ln_kernel
 import schedule
-from rightbatch import decision
 from trainer import advice, log, noise_scale, predict, screen
 
 
@@ -72,7 +71,7 @@ def describe(row, config, seconds_left, calibrating=None, columns=None):
     fields = [(3, f"step {row['step']:>6}"),
               (0, f"{log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%}"),
               (0, f"loss {row['train/loss']:.4f}"), (0, f"batch {row['batch_size']:>3}"),
-              (0, f"{noise_words(row, config, calibrating):<22}"), *([(1, f"right {right:<4.3g}")] if right else []),
+              (0, f"{noise_words(row, config, calibrating):<22}"), *([(1, f"right {right:<3}")] if right else []),
               (2, f"{log.count(row['tok_per_sec']):>5} tok/s"), (4, f"mfu {row['mfu']:3.0%}"),
               (0, f"{log.duration(seconds_left)} left")]
     if row["bad_steps"]:
@@ -81,9 +80,12 @@ def describe(row, config, seconds_left, calibrating=None, columns=None):
 
 
 def right_for_time(row):
-    """The right batch for time, by the noise scale and the cost of a step in a row; None where it lacks one of them."""
-    noise, cost = noise_scale.of(row), predict.logged_cost(row)
-    return decision.right_batch(noise, cost, row["batch_size"] // row["accum"])["time"] if noise and cost else None
+    """The right batch for time in whole micro-batches, by the noise scale and the cost of a step in a row; None where it lacks
+    one of them."""
+    noise, cost = predict.triple(row, "gns"), predict.logged_cost(row)
+    if noise and cost:
+        now = predict.Phase(1, row["batch_size"], noise, 0.0)
+        return predict.fastest_constant([now], cost, row["batch_size"] // row["accum"])
 
 
 def noise_words(row, config, calibrating=None):
