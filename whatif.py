@@ -47,6 +47,14 @@ def check(args):
     if args.kind and args.kind.lower() not in kinds:
         raise ConfigError(f"command line: --kind={args.kind}: expected one of {', '.join(plan.KINDS)}")
     args.kind = args.kind and kinds[args.kind.lower()]
+    if args.mfu is not None and not args.kind:
+        raise ConfigError(f"command line: --mfu={args.mfu:g}: needs --kind, whose peak it is a share of")
+    if args.mfu is not None and args.mfu > 1:
+        raise ConfigError(f"command line: --mfu={args.mfu:g}: must be at most 1, the peak")
+    args.mfu = args.mfu or plan.MFU
+    if args.objective and not args.export:
+        raise ConfigError(f"command line: --objective={args.objective}: needs --export, which it is for")
+    args.objective = args.objective or "time"
     if args.link and not args.devices:
         raise ConfigError(f"command line: --link={args.link}: needs --devices, how many of them it joins")
     args.link = args.link or machines.DEFAULT_LINK
@@ -68,11 +76,12 @@ def predict_all(args):
     run = predict.read(args.run)
     measured = predict.step_cost(run)
     machine = machine_for(args, run, measured)
-    rate = args.price and args.price * machine.devices / 3600
+    several = len(args.devices or []) > 1
+    rate = None if several and args.kind else args.price and args.price * machine.devices / 3600  # the price is of that kind
     result, phases = predict.predict(run, machine, args.to_loss, args.batch, rate)
-    if not machine.measured or len(args.devices or []) > 1:
+    if not machine.measured or several:
         result["assumptions"] = machines.assume(run, measured, args)
-    if len(args.devices or []) > 1:
+    if several:
         result["devices"] = machines.table(run, phases, measured, args)
     elif args.hours or args.budget:
         result["deadline"] = deadline(args, run, phases, machine, rate)
@@ -85,9 +94,10 @@ def deadline(args, run, phases, machine, rate):
     """By the tighter of the deadline and what the budget buys."""
     if machine.cost is None:
         raise ConfigError(f"{run.folder}: {advice.CANNOT_TELL}, so there is no answer for a deadline or a budget")
-    limits = [3600 * args.hours] if args.hours else []
-    limits += [args.budget / rate] if args.budget else []
-    return predict.deadline(phases, min(limits), machine.cost, machine.quantum, run.block, rate)
+    limits = [(3600 * args.hours, None)] if args.hours else []
+    limits += [(args.budget / rate, args.budget)] if args.budget else []
+    seconds, budget = min(limits, key=lambda limit: limit[0])
+    return {"budget": budget, **predict.deadline(phases, seconds, machine.cost, machine.quantum, run.block, rate)}
 
 
 def export(args, run, phases, machine):
@@ -109,11 +119,11 @@ def main(argv=None):
     parser.add_argument("--budget", type=float, help="in the same currency; needs --price")
     parser.add_argument("--devices", help="numbers of devices, e.g. 1,8,64: one gives all for that machine, several a table")
     parser.add_argument("--kind", help=f"of the devices: {', '.join(plan.KINDS)}; default: like the run's")
-    parser.add_argument("--mfu", type=float, default=plan.MFU, help="share of its peak that a kind reaches (%(default)s)")
+    parser.add_argument("--mfu", type=float, help=f"share of its peak that a kind reaches ({plan.MFU})")
     parser.add_argument("--link", help=f"between devices: {', '.join(machines.LINKS)}, or 25GB/s, 200Mbit, 200Mbit:500us; "
                                        f"default {machines.DEFAULT_LINK}")
     parser.add_argument("--micro", type=int, help="micro-batch of one of those devices; default: the run's")
-    parser.add_argument("--objective", choices=("time", "tokens", "balance"), default="time", help="what --export is best for")
+    parser.add_argument("--objective", choices=("time", "tokens", "balance"), help="what --export is best for (time)")
     parser.add_argument("--export", choices=tuple(exports.FORMATS), help="print the schedule in that trainer's terms, alone")
     parser.add_argument("--json", help="a file for all numbers; - prints them, alone")
     parser.add_argument("--out", help="the PNG to write; default: whatif.png in the run's folder")

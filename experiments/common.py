@@ -48,8 +48,8 @@ def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None):
     except configurator.ConfigError as e:
         configurator.die(e)
     args.started = time.time()
-    given = [f"--{k}={getattr(args, k)}" for k in ("config", "seeds", "device", "name")
-             if getattr(args, k) != parser.get_default(k)]
+    known = ["config", "seeds", "device", "name", *([] if os.path.isabs(args.out) else ["out"])]  # else of this machine alone
+    given = [f"--{k}={getattr(args, k)}" for k in known if getattr(args, k) != parser.get_default(k)]
     args.command = " ".join([f"python experiments/{name}.py", *given, *(["--tiny"] if args.tiny else []), *overrides])
     return args, config
 

@@ -79,17 +79,25 @@ def draw_noise(ax, rows, name, color, alone):
     style.line(ax, tokens, value, color=color,
                label=f"noise scale, {noise_scale.words(measured[-1])}" if alone else f"{name}, noise scale")
     if alone:
-        style.line(ax, *series(rows, "gns/norm"), color=color, lw=1, ls=":", label="noise scale, the norm layers")
+        key = norm_key(rows)
+        style.line(ax, *series(rows, key), color=color, lw=1, ls=":",
+                   label="noise scale, the norm layers" + (" in that metric" if key.endswith("_adam") else ""))
     known = [v for v in value if v == v] + batch
-    ax.set_ylim(max(0.05, min(known) / 3), max(known) * 3)
+    ax.set_ylim(max(0.05, min(known) / 3), max(known) * (8 if alone else 3))  # room for the legend
+
+
+def norm_key(rows):
+    """The norm layers' noise scale in the metric that the run goes by."""
+    return "gns/norm_adam" if any((noise_scale.source(row) or "").endswith("_adam") for row in rows) else "gns/norm"
 
 
 def draw_parts(ax, rows, name, color, alone):
-    tokens, sq_norm = series(rows, "gns/norm_sq_norm")
+    key = norm_key(rows)
+    tokens, sq_norm = series(rows, f"{key}_sq_norm")
     if not tokens:
         ax.text(0.5, 0.5, "not measured (gns=off)", ha="center", transform=ax.transAxes)
         return
-    style.line(ax, tokens, style.positive(series(rows, "gns/norm_tr_sigma")[1]), color=color,
+    style.line(ax, tokens, style.positive(series(rows, f"{key}_tr_sigma")[1]), color=color,
                label="noise, tr Σ" if alone else f"{name}, tr Σ")
     style.line(ax, tokens, style.positive(sq_norm), color=COLORS[2] if alone else color, ls="-" if alone else ":",
                label="signal, |G|²" if alone else f"{name}, |G|²")

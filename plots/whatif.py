@@ -3,7 +3,7 @@
 import numpy as np
 
 from plots.style import COLORS, pyplot
-from trainer import log, machines, predict
+from trainer import log, predict
 
 
 def draw(result, phases, block, cost, path):
@@ -17,7 +17,8 @@ def draw(result, phases, block, cost, path):
             draw_against_batch(ax, what, result, phases, block, cost)
     figure.suptitle(f"{result['run']}: what other batches would take to a {result['loss_kind']} loss of {result['loss']:.4g}",
                     x=0.01, ha="left", fontsize=14, fontweight="bold")
-    figure.supxlabel(f"{predict.TUNED} Bands: 95% of the measurement's errors, not of the theory's.", fontsize=9.5)
+    figure.supxlabel(f"{predict.TUNED} Bands: 95% intervals of what was measured. Errors of the theory are not in them.",
+                     fontsize=9.5)
     figure.savefig(path, dpi=110)
     plt.close(figure)
     return path
@@ -28,15 +29,13 @@ def draw_against_batch(ax, what, result, phases, block, cost):
     low, high = min(r["batch"] for r in result["rows"]), max(r["batch"] for r in result["rows"])
     grid = np.geomspace(low, high, 80) if high > low else np.array([low])
     rows = [predict.row_at(phases, float(b), block, cost) for b in grid]
-    title = {"seconds": "Time", "tokens": "Tokens", "steps": "Steps"}[what]
-    show = machines.span if what == "seconds" else log.count
     ax.fill_between(grid, [r[f"{what}_low"] for r in rows], [r[f"{what}_high"] for r in rows], color=COLORS[0], alpha=0.2, lw=0)
     ax.plot(grid, [r[what] for r in rows], color=COLORS[0], label="predicted, constant batch")
     own, right = result["own"], result["right_batch"]
     first, last = own["batch_low"], own["batch_high"]
     if own.get(what):
         ax.plot([first, last], [own[what]] * 2, color=COLORS[1], marker="o", ms=6, lw=3,
-                label=f"this run, batch {first:.0f}" + (f" to {last:.0f}" if last > first else ""))
+                label=f"this run, batch {first:.0f}" + (f" to {last:.0f}" if last > first else "") + speed_words(what, cost))
     aim = {"seconds": "time", "tokens": "tokens", "steps": "balance"}[what]
     if right.get(aim):
         if right.get(f"{aim}_low") and right[f"{aim}_high"] > right[f"{aim}_low"]:
@@ -45,19 +44,31 @@ def draw_against_batch(ax, what, result, phases, block, cost):
         ax.axvline(right[aim], color=COLORS[2], ls="--", label=f"{words}: {right[aim]:.3g}")
     if what == "seconds" and "deadline" in result:
         ax.axhline(result["deadline"]["within"], color=COLORS[3], ls=":", label="the deadline")
-    ax.set_title(f"{title} against batch")
+    ax.set_title(f"Predicted {'time' if what == 'seconds' else what} against batch")
     ax.set_xlabel("batch (sequences)")
     ax.set_xscale("log", base=2)
     ax.set_yscale("log")
     ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
     lowest, highest = min(r[f"{what}_low"] for r in rows), max(r[f"{what}_high"] for r in rows)
     ticks = [float(f"{lowest * (highest / lowest) ** (i / 5):.2g}") for i in range(6)] if highest > lowest else [lowest]
-    ax.set_yticks(ticks, labels=[show(t) for t in ticks])
+    size, unit = unit_of(highest) if what == "seconds" else (1, "")
+    ax.set_yticks(ticks, labels=[log.count(t / size) for t in ticks])
     ax.yaxis.set_minor_formatter(lambda *_: "")
     ax.minorticks_off()
-    if what == "seconds" and lowest < 3600:
-        ax.set_ylabel("minutes:seconds" if highest >= 60 else "seconds")
-    ax.legend(frameon=True, framealpha=0.85, edgecolor="none")
+    ax.set_ylabel(unit)
+    ax.legend(loc="upper left", bbox_to_anchor=(0, -0.16), borderaxespad=0, fontsize=9)  # below: curves and bands are all over
+
+
+def speed_words(what, cost):
+    """At which speed the run's own batches are drawn."""
+    if what != "seconds":
+        return ""
+    return {predict.MEASURED: ", at its last speed", "by formula": ", by formula"}.get(cost.source, ", at the fitted speed")
+
+
+def unit_of(seconds):
+    """(seconds, name) of the unit in which a time is easy to read."""
+    return (1, "seconds") if seconds < 600 else (60, "minutes") if seconds < 36_000 else (3600, "hours")
 
 
 def draw_devices(ax, rows):

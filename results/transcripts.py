@@ -156,8 +156,8 @@ def page(compared=False):
 
 # -- comparing
 
-CLOCK = ("A step takes", "Right batch", "This run's own", "Assumes a learning", "Noise scale of", "It is the norm",
-         "The noise scale", "The schedule", "Trained")
+CLOCK = ("A step takes", "Right batch", "This run's own", "Assumes a learning", "At this loss", "Noise scale of",
+         "It is the norm", "The noise scale", "The schedule", "Trained")
 
 
 def stable(text):

@@ -4,6 +4,7 @@ sweep.py memory and sweep.py throughput: trials of a few steps (trial.py), each 
     python sweep.py memory config/x.py                            # up to what the machine has free
     python sweep.py memory config/x.py --memory_limit=4G --timeout=120
     python sweep.py throughput config/x.py                        # with the micro-batch that memory found
+    python sweep.py throughput config/x.py --accumulations=1,4    # only these
 
 memory: micro-batches 1, 2, 4, ... until one does not fit, then between the last that does and the first that does not, and
 around the fastest; without and with activation checkpointing. torch.compile is tried once, at the fastest, or half of it if
@@ -11,8 +12,9 @@ that does not fit, and swept like the others if that beats it. --activation_chec
 out. Of all that are within 3% of the best speed it takes the smallest micro-batch: the batch then moves in the smallest steps,
 and memory is left for other things.
 
-throughput: with that micro-batch m, effective batches m, 2m, ... 16m. The update costs the same whatever the batch, so its
-share falls with accumulation; memory must not grow beyond the one gradient that a second micro-batch finds in its way.
+throughput: with that micro-batch m, effective batches m, 2m, ... 16m, or those of --accumulations. The update costs the same
+whatever the batch, so its share falls with accumulation; memory must not grow beyond the one gradient that a second
+micro-batch finds in its way.
 """
 
 import dataclasses
@@ -26,13 +28,17 @@ from sweeps import common, trial
 from trainer import batches, checkpoint, hardware, lock, log, plan
 
 OPTIONS = {"none": "", "block": ", checkpointed"}
-ACCUMULATIONS = (1, 2, 4, 8, 16)
 GROWTH = 0.02  # share of the peak that memory may differ by between accumulations: the allocator is not exact
 START_UP = 6.0  # seconds of a process before its first step, for estimates
 OTHER_STEPS = 2  # of a trial, beside the measured ones: the warm-up, and one that counts bytes
 
 
 def throughput_arguments(parser):
+    trial_arguments(parser)
+    parser.add_argument("--accumulations", default="1,2,4,8,16", help="micro-batches in a step")
+
+
+def trial_arguments(parser):
     common.arguments(parser)
     parser.add_argument("--memory_limit", help="bytes that a trial may take, e.g. 4G; default: on a CPU 80%% of what is free, "
                                                "on CUDA all")
@@ -43,7 +49,7 @@ def throughput_arguments(parser):
 
 
 def memory_arguments(parser):
-    throughput_arguments(parser)
+    trial_arguments(parser)
     parser.add_argument("--max_micro_batch", default="512", help="do not go beyond")
     parser.add_argument("--micro_batches", help="try exactly these, e.g. 1,4,6, without a search")
 
@@ -322,13 +328,13 @@ def draw_memory(rows, result, path):
 def throughput(args):
     trials = Trials(args, "throughput", "tok_per_sec")
     keys, source = common.found_micro_batch(trials.config, args.rest, trials.settings)
-    micro = keys["micro_batch_size"]
+    micro, accumulations = keys["micro_batch_size"], common.integers(args, "accumulations")
     print(f"micro-batch {micro}, {source}", flush=True)
     if args.dry_run:
-        seconds = trials.estimate(micro * sum(ACCUMULATIONS) * (OTHER_STEPS + trial.MIN_STEPS), len(ACCUMULATIONS))
-        print(f"would try effective batches {', '.join(str(micro * a) for a in ACCUMULATIONS)}; about {log.duration(seconds)}")
+        seconds = trials.estimate(micro * sum(accumulations) * (OTHER_STEPS + trial.MIN_STEPS), len(accumulations))
+        print(f"would try effective batches {', '.join(str(micro * a) for a in accumulations)}; about {log.duration(seconds)}")
         return 0
-    rows = [trials(micro, a, keys["activation_checkpointing"], keys["compile"] == "True") for a in ACCUMULATIONS]
+    rows = [trials(micro, a, keys["activation_checkpointing"], keys["compile"] == "True") for a in accumulations]
     result = throughput_result(rows, keys, trials.within, args)
     where = trials.finish(result, lambda _, *rest: draw_throughput(rows, *rest))
     print(throughput_table(rows), *result["says"], where, "", *result["next"], sep="\n")

@@ -14,7 +14,8 @@ along A_k the share |G|^2 / E|A_k|^2 is progress (McCandlish et al. 2018, arXiv 
 per step, for twice the tokens. It is measured, not derived: both norms come from the same steps and the same weights (|A_k| is
 grad/norm_after_k). A batch is meaningful while every doubling that led to it gained at least --gain (0.2), by the steps of all
 runs that made that doubling together; each run's own stand beside it in sweep.json and the picture. By the noise scale
-the gain of the doubling to B is GNS / (B + GNS), so 0.2 is B = 4 GNS: that stands beside it.
+the gain of the doubling to B is GNS / (B + GNS), so 0.2 is B = 4 GNS: that stands beside it. Norms are plain, so that is
+the plain noise scale; the one in Adam's metric has a column of its own.
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ from trainer import batches, checkpoint, hardware, log, noise_scale
 
 KEYS = ("grad/coherence", "grad/coherence_total", "grad/norm", "grad/mean", "grad/variance", "adam/snr", "update/norm",
         "update/ratio", "train/loss")
+NOISE = {"noise_scale": "gns/total", "noise_scale_adam": "gns/total_adam"}  # in a row: log key
 MOST = 0.5  # share of a run's tokens from which on steps speak for the whole run
 
 
@@ -109,9 +111,9 @@ def average(rows, micro, beta1=0.9):
         row[f"{part}_growth"] = {k * micro: float(np.mean([r[f"grad/{part}_after_{k}" if k < accum else f"grad/{part}"]
                                                            for r in late])) for k in grown}
     row["gains"] = gains([grown], micro)
-    found = noise_scale.of(steps[-1])
-    row["noise_scale"] = found and dict(zip(("value", "low", "high"), found), of=noise_scale.words(steps[-1]),
-                                        key=noise_scale.source(steps[-1]))
+    for name, key in NOISE.items():
+        found = noise_scale.read(steps[-1], key)
+        row[name] = found and dict(zip(("value", "low", "high"), found))
     return row
 
 
@@ -184,10 +186,10 @@ def verdict(rows, pooled, meaningful, beyond, least):
     have = [r["noise_scale"] for r in rows if r["noise_scale"] and r["accum"] > 1] or [
         r["noise_scale"] for r in rows if r["noise_scale"]]
     if have:
-        known = [n["value"] for n in have if n["key"] == have[-1]["key"]]
+        known = [n["value"] for n in have]
         limit = (1 / least - 1) if least else float("inf")
-        says.append(f"By the noise scale of {have[-1]['of']} ({have[-1]['key']}), {min(known):.3g} to {max(known):.3g} "
-                    f"sequences in these runs, a doubling falls below {least:.0%} "
+        says.append(f"By the plain noise scale of the whole model ({NOISE['noise_scale']}), {min(known):.3g} to "
+                    f"{max(known):.3g} sequences in these runs, a doubling falls below {least:.0%} "
                     f"beyond a batch of {limit * min(known):.3g} to {limit * max(known):.3g}.")
     else:
         says.append("The noise scale is undetermined in these runs: more --steps.")
@@ -195,19 +197,19 @@ def verdict(rows, pooled, meaningful, beyond, least):
 
 
 def table(rows, pooled):
-    heads, about = common.noise_columns(r["noise_scale"] and r["noise_scale"]["key"] for r in rows)
+    names = [name for name in NOISE if name == "noise_scale" or any(r[name] for r in rows)]
+    heads, about = common.noise_columns(NOISE[name] for name in names)
     cells = [("batch", "coherence", "with total (noise)", "|gradient|", "mean", "variance", "gain of doubling", "adam snr",
               "|update|", "update ratio", *heads.values())]
     for r in rows:
         own = pooled.get(r["batch_size"])
-        found = r["noise_scale"]
+        noise = ("{value:.3g} [{low:.3g}, {high:.3g}]".format(**r[name]) if r[name] else "undetermined" for name in names)
         cells.append((
             str(r["batch_size"]), "-" if r["grad/coherence"] is None else f"{r['grad/coherence']:.3f}",
             "-" if r["grad/coherence_total"] is None else f"{r['grad/coherence_total']:.3f} ({r['coherence_total_noise']:.3f})",
             f"{r['grad/norm']:.3g}", f"{r['grad/mean']:.1e}", f"{r['grad/variance']:.2e}",
             "-" if own is None else f"{own['gain']:.0%} +- {own['se']:.0%}", f"{r['adam/snr']:.3f}", f"{r['update/norm']:.3g}",
-            f"{r['update/ratio']:.2e}", *("undetermined" if not found else "{value:.3g} [{low:.3g}, {high:.3g}]".format(**found)
-                                          if found["key"] == key else "-" for key in heads)))
+            f"{r['update/ratio']:.2e}", *noise))
     return "\n".join([style.table(cells), *about, ""])
 
 
@@ -238,7 +240,8 @@ def draw(rows, result, path):
     found = rows[-1]["noise_scale"]
     if found:
         x = np.geomspace(min(batch), max(batch), 50)
-        gain.plot(x, found["value"] / (x + found["value"]), color=style.COLORS[1], ls="--", lw=1.2, label="by the noise scale")
+        gain.plot(x, found["value"] / (x + found["value"]), color=style.COLORS[1], ls="--", lw=1.2,
+                  label="by the plain noise scale")
     line(snr, "adam/snr", color=style.COLORS[2], label="|m| / sqrt(v)")
     snr.axhline(rows[0]["snr_noise"], color=style.COLORS[2], ls=":", label="pure noise")
     line(update, "update/ratio", color=style.COLORS[3], label="|update| / |weights|")

@@ -186,6 +186,15 @@ def test_a_rehearsed_micro_step_changes_no_bit_of_the_training(runs):
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+def test_step_time_json_is_what_the_newest_log_row_says_by_the_slowest_process(runs):
+    found = 0
+    for path in runs.glob("[24]-*/step_time.json"):
+        last, saved = steps(path.parent)[-1], json.loads(path.read_text())
+        assert saved == {k: v for k, v in last.items() if k.startswith("step_time/")}, path
+        found += 1
+    assert found > 8
+
+
 def rewind(folder, name, source):
     """A run folder as it was when `source` had made its checkpoint in the middle; that step."""
     shutil.copytree(folder / source, folder / name)

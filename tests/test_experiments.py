@@ -16,6 +16,13 @@ import step_cost  # noqa: E402
 
 # -- common.py
 
+def test_the_recorded_command_has_the_folder_of_the_runs_where_it_is_another():
+    assert common.parse(["--tiny"], "x", "")[0].command == "python experiments/x.py --tiny"
+    assert common.parse(["--tiny", "--out=out/y"], "x", "")[0].command == "python experiments/x.py --out=out/y --tiny"
+    assert "--out" not in common.parse(["--out=out/y"], "x", "", folder="y")[0].command
+    assert "--out" not in common.parse(["--out=/home/me/y"], "x", "")[0].command, "a folder of this machine alone"
+
+
 def test_settings_give_way_to_a_config_file_and_both_to_the_command_line(tmp_path):
     file = tmp_path / "c.py"
     file.write_text("batch_size = 24\n")
@@ -132,6 +139,7 @@ def test_the_step_cost_experiment_compares_predicted_and_taken_times(tmp_path, m
     monkeypatch.setattr(step_cost, "ACCUMULATIONS", (1, 2))
     monkeypatch.setattr(step_cost, "STEPS", 16)
     monkeypatch.setattr(step_cost, "EVERY", 4)
+    monkeypatch.setattr(step_cost, "SECONDS", 0)
     shape = ["--n_layer=1", "--n_embd=16", "--n_head=1", f"--dataset={tiny_data}", "--dtype=float32"]
     assert step_cost.main(["--machines=one", f"--out={tmp_path}", f"--results={tmp_path}/cost.json", *shape]) == 0
     with open(tmp_path / "cost.json") as f:
@@ -140,6 +148,14 @@ def test_the_step_cost_experiment_compares_predicted_and_taken_times(tmp_path, m
     for row in own["rows"]:
         expected = own["cost"]["step_time/fixed_ms"] + row["batch"] * own["cost"]["step_time/per_sequence_ms"]
         assert row["predicted_ms"] == pytest.approx(expected) and row["ratio"] == pytest.approx(expected / row["taken_ms"])
-    assert "A step's fixed cost" in capsys.readouterr().out
+        assert row["throughput_ms"] > 0
+        assert row["ratio_throughput"] == pytest.approx(row["predicted_ms"] / row["throughput_ms"])
+    with open(tmp_path / "one-throughput" / "sweep" / "throughput" / "sweep.json") as f:
+        swept = json.load(f)
+    assert [row["accum"] for row in swept["rows"]] == [1, 2] and swept["settings"]["n_embd"] == 16
+    assert own["rows"][1]["throughput_ms"] == swept["rows"][1]["micro_step_ms"] * 2 + swept["rows"][1]["update_ms"]
+    said = capsys.readouterr().out
+    assert "A step's fixed cost" in said and "one, sweep.py throughput" in said
+    assert "Against what sweep.py throughput measures" in said
     with pytest.raises(SystemExit, match="expected some of one, two"):
         step_cost.main(["--machines=three"])

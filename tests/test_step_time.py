@@ -1,5 +1,7 @@
 """What a step costs, by a clock that the tests turn."""
 
+import json
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from rightbatch.step_time import REHEARSALS, REHEARSE_EVERY, WARM_UP, StepTime, 
 from tests.conftest import TINY
 from trainer import checkpoint, log
 from trainer.optimizer import Optimizer
+from trainer.step import TrainingStep
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +50,13 @@ def test_micro_steps_are_per_sequence_and_the_update_is_fixed(tmp_path, tiny_arg
         assert last["step_time/fixed_ms" + end] == pytest.approx(3000)
         assert last["step_time/per_sequence_ms" + end] == pytest.approx(1000 / TINY["micro_batch_size"])
     assert "step_time/fixed_ms" not in early, "a cold start is not counted"
+
+
+def test_the_cost_in_the_run_folder_is_the_slowest_processes(tmp_path, tiny_args, turned, monkeypatch):
+    slow = {"fixed": (7.0, 6.0, 8.0), "per_sequence": (2.0, 1.0, 3.0)}
+    monkeypatch.setattr(TrainingStep, "cost", lambda self: slow)
+    assert train.main(tiny_args(out_dir=tmp_path)) == 0
+    assert json.loads((tmp_path / "step_time.json").read_text()) == row(slow)
 
 
 @pytest.mark.parametrize("micro_steps, update, several, tail, expected", [

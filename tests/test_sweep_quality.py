@@ -8,6 +8,7 @@ import pytest
 import sweep
 import train
 from configurator import Config, ConfigError
+from plots import style
 from sweeps import quality
 from trainer import lock, log
 
@@ -58,20 +59,27 @@ def test_the_gain_of_a_doubling_is_what_the_noise_scale_says_and_decides(scale, 
     assert f"beyond a batch of {4 * scale:.3g}" in result["says"][1]
 
 
-def test_two_kinds_of_noise_scale_never_share_a_column_or_a_range():
+def test_gains_stand_beside_the_plain_noise_scale_and_adams_has_a_column_of_its_own(tmp_path, monkeypatch):
     logs = [made_up(4 * K, 4, 9.0) for K in (1, 2, 4)]
-    for own in logs[:2]:
+    for own in logs[1:]:
         for row in own:
             for end in ("", "_low", "_high"):
-                row[f"gns/total_adam{end}"] = row[f"gns{end}"] = 3 * row.pop(f"gns/total{end}")
+                row[f"gns/total_adam{end}"] = row[f"gns{end}"] = 3 * row[f"gns/total{end}"]
     rows = [quality.average(own, 4) for own in logs]
     head, *lines = quality.table(rows, {}).splitlines()
-    assert "noise scale: gns/total_adam" in head and "noise scale: gns/total" in head.replace("gns/total_adam", "")
-    cells = [line.split()[-4:] for line in lines[:3]]
-    assert cells[0][:3] == ["27", "[27,", "27]"] and cells[0][3] == "-" and cells[2][0] == "-" and cells[2][1] == "9"
+    assert head.endswith("noise scale: gns/total_adam") and "noise scale: gns/total " in head
+    assert lines[0].split()[-4:] == ["9", "[9,", "9]", "undetermined"]
+    assert lines[2].split()[-6:] == ["9", "[9,", "9]", "27", "[27,", "27]"]
     assert "gns/total_adam is the whole model's in Adam's metric" in "\n".join(lines)
-    says = quality.verdict(rows, quality.gains([quality.growth(quality.second_half(own)) for own in logs], 4), 8, 16, 0.2)
-    assert "(gns/total), 9 to 9 sequences" in says[1], "not 9 to 27"
+    pooled = quality.gains([quality.growth(quality.second_half(own)) for own in logs], 4)
+    says = quality.verdict(rows, pooled, 8, 16, 0.2)
+    assert "plain noise scale of the whole model (gns/total), 9 to 9 sequences" in says[1], "not 27: gains are plain"
+    plt, kept = style.pyplot(), []
+    monkeypatch.setattr(plt, "close", kept.append)
+    quality.draw(rows, {"gains": pooled, "gain": 0.2}, str(tmp_path / "a.png"))
+    curve = next(line for ax in kept[0].axes for line in ax.lines if line.get_label() == "by the plain noise scale")
+    assert curve.get_ydata() == pytest.approx(9 / (curve.get_xdata() + 9)), "the curve that the gains lie on"
+    assert [own["gain"] for own in pooled.values()] == pytest.approx([9 / (B + 9) for B in pooled])
 
 
 def test_the_standard_error_of_a_gain_is_that_of_a_ratio_of_means():

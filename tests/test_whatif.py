@@ -256,6 +256,28 @@ def test_the_metric_is_the_configs_else_adams_and_the_words_say_which(tmp_path, 
     assert "gns/calibrated)" in said and "none in Adam's metric" in said
 
 
+@pytest.mark.parametrize("calibration, reason", [(1.3, "too small against its noise"), (None, "still being measured")])
+def test_an_undetermined_noise_scale_is_not_replaced_by_one_in_another_metric(tmp_path, capsys, calibration, reason):
+    run = write_run(tmp_path, RAMP, key="gns/calibrated", cost=True)
+    assert ask(capsys, run)["noise"]["key"] == "gns/calibrated", "in a log that does not say what the run went by"
+    rewrite(run, lambda row: row | {"gns": None, "gns_low": None, "gns_high": None, "gns/calibration_adam": calibration})
+    said = refused(capsys, run)
+    assert "undetermined in all 40 logged rows" in said and reason in said and "train for more tokens" in said
+    rewrite(run, lambda row: row | ({f"gns{end}": v for end, v in (("", 7.0), ("_low", 6.0), ("_high", 8.0))} | {
+        f"{KEY}{end}": v for end, v in (("", 7.0), ("_low", 6.0), ("_high", 8.0))} if row["step"] > 300 else {}))
+    found = ask(capsys, run)["noise"]
+    assert found["key"] == KEY and found["determined"] == 10 and found["rows"] == 40
+
+
+def rewrite(run, change):
+    """Each logged step of a run, changed."""
+    path = os.path.join(run, log.NAME)
+    with open(path) as f:
+        rows = [json.loads(line) for line in f]
+    with open(path, "w") as f:
+        f.writelines(json.dumps(change(row) if "train/loss" in row else row) + "\n" for row in rows)
+
+
 def write_config(run, **changes):
     with open(os.path.join(run, "config.json")) as f:
         facts = json.load(f)
@@ -288,6 +310,8 @@ def test_no_run_and_no_step_yet_are_said(tmp_path, capsys):
     (["--batch=8,x"], "--batch=8,x"), (["--batch=0"], "at least 1"), (["--kind=H1000"], "expected one of V100"),
     (["--link=fast", "--devices=2"], "expected nvlink4"), (["--link=ndr"], "needs --devices"),
     (["--json=/nowhere/a.json"], "--out and --json"), (["--budget=3"], "needs --price"), (["--hours=0"], "--hours=0"),
+    (["--mfu=0.5"], "--mfu=0.5: needs --kind"), (["--mfu=1.5", "--kind=H100"], "--mfu=1.5: must be at most 1"),
+    (["--objective=tokens"], "--objective=tokens: needs --export"),
     (["--to_loss=1.5"], "went from 5.0000 to 2.0000 (validation loss)"), (["--to_loss=6"], "--to_loss=6"),
 ])
 def test_what_cannot_be_asked_is_said_with_key_and_value(tmp_path, capsys, args, words):
@@ -395,6 +419,7 @@ def test_to_loss_ends_the_prediction_where_the_run_reached_it(tmp_path, capsys, 
     assert found["loss"] == 3.5 and found["loss_kind"] == kind
     late = 0 if evaluate == 1 else 25  # a smoothed loss comes later
     assert 200 <= found["rows"][0]["steps"] <= 200 + late + 1e-6
+    assert found["noise"]["rows"] == math.ceil(found["own"]["steps"] / 10), "of the rows up to there"
 
 
 # -- what users see
@@ -442,7 +467,8 @@ def exported(tmp_path, capsys, name, **how):
 def flags(line):
     parser = argparse.ArgumentParser()
     for name in ("seq-length", "micro-batch-size", "train-samples", "global-batch-size", "step-batch-size-schedule",
-                 "training.seq_len", "training.local_batch_size", "training.global_batch_size", "training.steps"):
+                 "training.seq_len", "training.local_batch_size", "training.global_batch_size", "training.steps",
+                 "lr_scheduler.total_steps"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--rampup-batch-size", nargs=3, type=int)
     return vars(parser.parse_args(shlex.split(line)))
@@ -494,7 +520,8 @@ def test_exported_torchtitan_runs_end_where_the_next_begins(tmp_path, capsys):
     assert [int(g["training.global_batch_size"]) for g in got] == [batch for _, batch in pairs]
     ends = np.cumsum([s["steps"] for s in stages])
     assert all(0 <= int(g["training.steps"]) - end <= len(ends) for g, end in zip(got, ends))
-    assert "no schedule" in text
+    assert "no schedule" in text and "the learning rate falls over" in text
+    assert {g["lr_scheduler.total_steps"] for g in got} == {got[-1]["training.steps"]}, "one decay over all stages"
 
 
 # -- machines one does not have
@@ -516,13 +543,54 @@ def test_one_device_like_the_runs_costs_what_was_measured_and_more_share_its_wor
 
 
 def test_a_kind_is_priced_by_its_data_sheet(tmp_path):
-    run = predict.read(write_run(tmp_path, [16] * 10))
+    run = predict.read(write_run(tmp_path, [16] * 10, n_layer=48, n_embd=4096))
     cost = machines.cost_on(run, None, 4, options(kind="A100", mfu=0.5))
-    flops = 6 * (2 * 12 * 32**2 + 64 * 32) + 6 * 2 * BLOCK * 32
+    flops = 6 * (48 * 12 * 4096**2 + 64 * 4096) + 6 * 48 * BLOCK * 4096
     assert cost.per_sequence[0] == pytest.approx(BLOCK * flops / (4 * 312e12 * 0.5))
-    assert cost.fixed[0] == pytest.approx(machines.all_reduce(50_000, 4, (1.25e9, 30e-6)))
     with pytest.raises(ConfigError, match="--kind"):
         machines.cost_on(run, None, 4, options())
+    assert "too small" not in " ".join(machines.assume(run, None, options(kind="A100")))
+
+
+@pytest.mark.parametrize("cost, t0", [(True, 0.05), (True, 0.0005), (False, 0.05)])
+def test_a_tiny_model_on_a_fast_kind_takes_as_long_as_launching_its_kernels(tmp_path, cost, t0):
+    run = predict.read(write_run(tmp_path, [16] * 10, t0=t0, cost=cost))
+    found = machines.cost_on(run, predict.step_cost(run), 4, options(kind="H100"))
+    ring = machines.all_reduce(50_000, 4, (1.25e9, 30e-6))
+    assert found.per_sequence == pytest.approx((2e-3 / MICRO / 4,) * 3)
+    scaled = t0 * 2e-3 / MICRO / 0.002 if cost else 0  # as many sequences' time as here
+    assert found.fixed[0] == pytest.approx(max(2e-3, scaled) + ring)
+    said = machines.assume(run, predict.step_cost(run), options(kind="H100"))
+    assert said[0].startswith("this model is too small for the H100") and any("at least 2 ms each" in line for line in said)
+
+
+def test_what_is_assumed_of_a_machine_stands_before_what_follows_from_it(tmp_path, capsys):
+    run = write_run(tmp_path, RAMP, 20.0, cost=True)
+    for devices, conclusion in (("2", "Right batch for time"), ("1,8", "Fewest device-hours")):
+        assert whatif.main([run, f"--devices={devices}", "--kind=H100"]) == 0
+        said = capsys.readouterr().out
+        assert 0 < said.index("too small for the H100") < said.index(conclusion)
+
+
+def test_the_price_of_a_kind_is_not_put_on_the_machine_of_the_run(tmp_path, capsys):
+    run = write_run(tmp_path, RAMP, 20.0, cost=True)
+    several = ask(capsys, run, "--devices=1,8", "--kind=H100", "--price=2")
+    assert "money" not in several["rows"][0] and "money" not in several["best_constant"]
+    assert all(row["money"] == pytest.approx(2 * row["device_hours"]) for row in several["devices"])
+    assert "money" in ask(capsys, run, "--devices=8", "--kind=H100", "--price=2")["rows"][0]
+    assert "money" in ask(capsys, run, "--devices=1,8", "--price=2")["rows"][0], "devices like the run's"
+
+
+def test_batches_of_the_run_that_another_machine_cannot_run_well_are_not_priced_there(tmp_path, capsys):
+    run = write_run(tmp_path, RAMP, 20.0, cost=True)
+    small = ask(capsys, run, "--devices=4")
+    assert small["machine"]["quantum"] == 32 > small["own"]["batch_low"]
+    assert small["lost"] is None and small["own"]["seconds"] is None
+    assert whatif.main([run, "--devices=4"]) == 0
+    assert "own batches" not in capsys.readouterr().out
+    fits = write_run(tmp_path / "b", [64] * 30, 20.0, cost=True)
+    assert whatif.main([fits, "--devices=4"]) == 0
+    assert "There, this run's own batches would take" in capsys.readouterr().out
 
 
 def test_many_devices_end_at_the_fewest_steps_and_burn_money(tmp_path):

@@ -6,6 +6,8 @@ from configurator import ConfigError
 from trainer import log, machines, predict
 
 CANNOT_TELL = "it made too few steps to tell what a step costs from what a sequence costs"
+ON_THE_WAY = ("At this loss the learning rate had not yet come down to its end. For such losses predictions were off by a "
+              "factor of 1.30 to 1.45 from batch 8 to 32 (docs/evidence.md).")
 
 
 def interval(row, name, show):
@@ -29,19 +31,23 @@ def table(rows, first):
 
 def words(result, run, cost, args):
     lines = about_run(result, run) + [about_noise(result, run), about_cost(result, run, cost), ""]
-    lines += ["To the same loss, at a constant batch (in brackets: 95% of the measurement's errors):"]
-    lines += table(result["rows"], "batch") + [f"{predict.TUNED} {predict.CHECKED}"]
+    other = assumed(result) if "assumptions" in result else []
+    lines += [] if "devices" in result else other
+    lines += ["To the same loss, at a constant batch (in brackets: 95% intervals of what was measured):"]
+    lines += table(result["rows"], "batch") + [f"{predict.TUNED} {predict.CHECKED}"] + about_loss(result)
     if cost and min(row["batch"] for row in result["rows"]) < result["machine"]["quantum"]:
         lines.append(f"Below {result['machine']['quantum']}, micro-batch x devices, a sequence costs more than this says.")
     lines += [""] + about_right(result, cost) + about_lost(result, cost)
     if "deadline" in result:
         lines += about_deadline(result["deadline"])
     if "devices" in result:
-        lines += ["", "On other machines, each number of devices at its right batch:"] + table(result["devices"], "devices")
-        lines += machines.worth(result["devices"], args.hours or args.budget)
-    if "assumptions" in result:
-        lines += ["", "Assumed of those machines, not measured:"] + [f"  - {line}" for line in result["assumptions"]]
+        lines += ["", *other, "On other machines, each number of devices at its right batch:"]
+        lines += table(result["devices"], "devices") + machines.worth(result["devices"], args.hours or args.budget)
     return "\n".join(lines)
+
+
+def assumed(result):
+    return ["Assumed of machines that were not measured:", *(f"  - {line}" for line in result["assumptions"]), ""]
 
 
 def about_run(result, run):
@@ -54,9 +60,9 @@ def about_run(result, run):
 
 def about_noise(result, run):
     n, right = result["noise"], result["right_batch"]
-    text = (f"Noise scale: {n['lowest']:.3g} to {n['highest']:.3g} sequences on the way; one number for all of it is "
-            f"{interval(right, 'balance', '{:.3g}'.format)}, weighted by progress. It is {predict.NOISE[n['key']]} "
-            f"({n['key']}).")
+    text = (f"Noise scale: {n['lowest']:.3g} to {n['highest']:.3g} sequences on the way, "
+            f"{interval(right, 'balance', '{:.3g}'.format)} on average. The average counts each step by its progress. It is "
+            f"{predict.NOISE[n['key']]} ({n['key']}).")
     wanted = "_adam" if run.config.get("gns_metric", "adam") == "adam" else ""
     if n["key"].endswith("_adam") != bool(wanted):
         text += (" The log has none in Adam's metric, in which AdamW steps and which predicts better." if wanted else
@@ -72,8 +78,19 @@ def about_cost(result, run, cost):
     t, own = result["step_time"], result["own"]
     fixed, each = (interval(t, name, "{:.3g}".format) for name in ("fixed_ms", "per_sequence_ms"))
     text = f"A step takes {fixed} ms, and {each} ms for each sequence, {cost.source}"
-    return text + (f"; for this run's steps that makes {machines.span(own['seconds'])}." if result["machine"]["measured"] else
-                   f" for {result['machine']['devices']} devices.")
+    if not result["machine"]["measured"]:
+        return f"{text} for {log.plural(result['machine']['devices'], 'device')}."
+    at_that_speed, taken = (machines.span(own[key]) for key in ("seconds", "seconds_taken"))
+    text += f". At that speed this run's steps take {at_that_speed}; they took {taken}."
+    alone = run.config.get("parallel") == "fsdp" and run.devices > 1 and run.steps[-1].get("accum") == 1
+    if alone and cost.source == predict.MEASURED:
+        text += (" Communication counts as time of the sequences: with FSDP and one micro-step a step it cannot be told apart. "
+                 "So the right batch for time is larger than said here.")
+    return text
+
+
+def about_loss(result):
+    return [] if result["at_the_end"] else [ON_THE_WAY]
 
 
 def about_right(result, cost):
@@ -85,8 +102,10 @@ def about_right(result, cost):
         if right["time_high"] > right["time_low"]:
             text += f" ({right['time_low']:.3g} to {right['time_high']:.3g})"
         if right["time"] <= machine["quantum"]:
-            text += (f", the smallest that {where(machine)} well: a step's fixed cost is that of "
+            text += (f", the smallest that {where(machine)} well: the fixed part of a step takes as long as "
                      f"{cost.ratio()[0]:.2g} sequences, too little for a larger batch to pay")
+        elif right["time"] != best["batch"]:
+            text += f", in whole micro-batches {best['batch']}"
         lines.append(f"{text}. A constant {best['batch']} takes {machines.span(best['seconds'])} and "
                      f"{log.count(best['tokens'])} tokens.")
         stages = result["best_schedule"]["stages"]
@@ -106,12 +125,20 @@ def where(machine):
 def about_lost(result, cost):
     """What the run's own schedule cost or gained against the best."""
     def against(part, what, other):
+        def more(v):
+            return f"{abs(v):.0%} {'more' if v >= 0 else 'less' if what == 'time' else 'fewer'}"
         share, low, high = part["share"], part["low"], part["high"]
-        spread = "" if high - low < 0.005 else f" ({low:+.0%} to {high:+.0%})"
+        spread = f" (from {more(low)} to {more(high)})"
+        if high - low < 0.005:
+            spread = ""
+        elif low * share > 0 and high * share > 0:
+            spread = " ({:.0%} to {:.0%})".format(*sorted((abs(low), abs(high))))
         if abs(share) < 0.005:
             return f"as {'much' if what == 'time' else 'many'} {what} as {other}{spread}"
-        return f"{abs(share):.0%} {'more' if share >= 0 else 'less' if what == 'time' else 'fewer'} {what} than {other}{spread}"
+        return f"{more(share)} {what} than {other}{spread}"
     lost, parts = result["lost"], []
+    if lost is None:
+        return []
     if cost:
         parts.append(against(lost["time"], "time", f"a constant {result['best_constant']['batch']}"))
         if len(result["best_schedule"]["stages"]) > 1:
@@ -122,13 +149,16 @@ def about_lost(result, cost):
 
 
 def about_deadline(found):
-    took = interval(found, "seconds", machines.span)
+    within, took = machines.span(found["within"]), interval(found, "seconds", machines.span)
+    if found["budget"]:
+        within = f"{found['budget']:g} ({within})"
+    if "money" in found:
+        took += f" for {interval(found, 'money', '{:.3g}'.format)}"
     if not found["possible"]:
-        return [f"Within {machines.span(found['within'])} this loss cannot be reached: the fastest batch, {found['batch']}, "
-                f"takes {took}."]
+        return [f"Within {within} this loss cannot be reached: the fastest batch, {found['batch']}, takes {took}."]
     safe = "" if found["seconds_high"] <= found["within"] else "; its interval reaches beyond"
-    return [f"Within {machines.span(found['within'])}: batch {found['batch']} is the one with the fewest tokens, "
-            f"{log.count(found['tokens'])}, in {took}{safe}."]
+    return [f"Within {within}: batch {found['batch']} is the one with the fewest tokens, {log.count(found['tokens'])}, in "
+            f"{took}{safe}."]
 
 
 def right_batch(folder):
@@ -139,4 +169,5 @@ def right_batch(folder):
     except ConfigError:
         return []
     cost = predict.step_cost(run)
-    return [about_cost(result, run, cost), *about_right(result, cost), *about_lost(result, cost), predict.TUNED]
+    return [about_cost(result, run, cost), *about_right(result, cost), *about_lost(result, cost), predict.TUNED,
+            *about_loss(result)]

@@ -91,11 +91,13 @@ def to_torchtitan(stages, run, machine, phases):
     lines, steps = [], 0
     if len(stages) > 1:
         lines = ["# torchtitan has one batch per run and no schedule of it: one run per stage, each going on from the",
-                 "# checkpoint of the one before; its learning rate follows steps: give it all of them from the start"]
+                 "# checkpoint of the one before. --training.steps counts from the first; the learning rate falls over",
+                 "# --lr_scheduler.total_steps, all of them"]
+    total = sum(math.ceil(s["steps"]) for s in stages)
     for s in stages:
         steps += math.ceil(s["steps"])
         lines.append(f"--training.seq_len {run.block} --training.local_batch_size {machine.micro} "
-                     f"--training.global_batch_size {s['batch']} --training.steps {steps}")
+                     f"--training.global_batch_size {s['batch']} --training.steps {steps} --lr_scheduler.total_steps {total}")
     return lines
 
 

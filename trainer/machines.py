@@ -4,6 +4,7 @@ What a step would cost on machines one does not have: formulas, no measurement, 
     t1 = FLOPs of a sequence / (devices x peak x MFU), or, on the run's own kind, as measured, shared by all devices
     t0 = what a device does once per step (update, host) + a ring all-reduce of float32 gradients, none of it hidden:
          2 (n - 1)/n x 4 bytes x parameters / bandwidth + 2 (n - 1) x latency
+    On a kind, a micro-batch and the update take at least LAUNCHES_MS each: a host launches kernels no faster.
 """
 
 import math
@@ -54,13 +55,16 @@ def assume(run, measured, args):
     lines = [f"each of them takes micro-batches of {micro} at full speed: the smallest batch is {micro} x devices"]
     if kind:
         peak = plan.KINDS[kind][0]
-        lines.append(f"each {kind} reaches {mfu:.0%} of its {peak / 1e12:.0f} TFLOP/s (--mfu), whatever this run reached")
         pass_ms = 1e3 * micro * flops_per_sequence(run) / (peak * mfu)
         if pass_ms < LAUNCHES_MS:
-            lines.append(f"that is {pass_ms:.2g} ms for a micro-batch, less than a host needs to launch kernels: this model "
-                         f"is too small for the {kind}, and times come out too short; take a larger --micro or a lower --mfu")
+            lines.insert(0, f"this model is too small for the {kind} with micro-batches of {micro}: one would take "
+                            f"{pass_ms:.2g} ms, and a host needs about {LAUNCHES_MS} ms to launch its kernels; take a larger "
+                            "--micro")
+        lines.append(f"each {kind} reaches {mfu:.0%} of its {peak / 1e12:.0f} TFLOP/s (--mfu), whatever this run reached")
         lines.append("what a device does once per step takes as many sequences' time there as measured here" if measured else
-                     "what a device does once per step takes no time: this run does not tell it")
+                     "this run does not tell what a device does once per step: it takes as long as launching its kernels")
+        lines.append(f"a micro-batch, and what a device does once per step, take at least {LAUNCHES_MS} ms each: a host "
+                     "launches kernels no faster")
     else:
         lines.append("devices like this run's: time per sequence as measured, shared evenly")
     lines.append(f"gradients travel as float32 in a ring over {link}: {bandwidth / 1e9:g} GB/s, {1e6 * latency:g} us per "
@@ -79,16 +83,18 @@ def cost_on(run, measured, devices, args):
     if measured is None and not args.kind:
         raise ConfigError("--devices: the run does not tell what a sequence costs here, so give --kind=... to take it from a "
                           "data sheet")
+    launches = 1e-3 * LAUNCHES_MS if args.kind else 0.0
     if args.kind:
-        alone = (flops_per_sequence(run) / (plan.KINDS[args.kind][0] * args.mfu),) * 3
+        computed = flops_per_sequence(run) / (plan.KINDS[args.kind][0] * args.mfu)
+        alone = (max(computed, launches / (args.micro or run.micro)),) * 3
     else:
         alone = tuple(v * run.devices for v in measured.per_sequence)
     wire = parse_link(args.link)
-    local = (0.0, 0.0, 0.0)
+    local = (launches,) * 3
     if measured:
         here = all_reduce(parameters, run.devices, wire)
         scale = alone[0] / (measured.per_sequence[0] * run.devices)
-        local = tuple(max(v - here, 0.0) * scale for v in measured.fixed)
+        local = tuple(max((v - here) * scale, launches) for v in measured.fixed)
     wired = all_reduce(parameters, devices, wire)
     return predict.Cost(tuple(v + wired for v in local), tuple(v / devices for v in alone), "by formula")
 

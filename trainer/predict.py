@@ -31,6 +31,7 @@ NOISE = {"gns/total_adam": "the whole model's in Adam's metric, every step exact
          "gns/calibrated": "the whole model's in the plain metric: the norm layers' times a measured factor"}
 EVALUATIONS = 4  # fewer tell too little of where a loss was reached
 PHASES = 1000  # that a log is cut into at most: the noise scale changes little from one to the next
+MEASURED = "measured over the run's last tokens"
 STAGES = 8  # of a schedule: enough to follow the noise scale, few enough to read
 
 
@@ -98,17 +99,18 @@ def triple(row, key):
 
 
 def noise_key(run):
-    """The log key of the noise scale to predict from: the one that the run goes by; in a log that does not say, the whole
-    model's, in Adam's metric if there. Where there is none, the reason and what to change: the norm layers' own value
-    predicts nothing."""
+    """The log key of the noise scale to predict from: the one that the run goes by; in a log without the key gns, the whole
+    model's, in Adam's metric if there. Where there is none, the reason and what to change: another metric would give other
+    numbers, and the norm layers' own value predicts nothing."""
     newest = next((row for row in reversed(run.steps) if triple(row, "gns")), None)
     if newest:
         return source(newest)
     metrics = ("", "_adam") if run.config.get("gns_metric") == "plain" else ("_adam", "")
     keys = [f"gns/{name}{metric}" for metric in metrics for name in ("total", "calibrated")]
-    found = next((key for key in keys if any(triple(row, key) for row in run.steps)), None)
-    if found:
-        return found
+    if not any("gns" in row for row in run.steps):
+        found = next((key for key in keys if any(triple(row, key) for row in run.steps)), None)
+        if found:
+            return found
     mode = run.config.get("gns") or ("norm" if "gns/norm" in run.steps[-1] else "off")
     if max(row["batch_size"] for row in run.steps) == 1:
         raise ConfigError(f"{run.folder}: batch_size=1: a step of one sequence has no noise scale, so there is no prediction; "
@@ -119,10 +121,14 @@ def noise_key(run):
     if mode == "norm" and not any(key in row for row in run.steps for key in keys):
         raise ConfigError(f"{run.folder}: gns_calibrate_tokens=0: it measured the norm layers alone, whose noise scale is not "
                           "the whole model's, so there is no prediction; use --gns_calibrate_tokens=25000 or --gns=exact")
-    raise ConfigError(f"{run.folder}: its noise scale is undetermined in all {len(run.steps)} logged rows ("
-                      f"{log.count(run.steps[-1]['tokens'])} tokens), so there is no prediction: the gradient is too small "
-                      "against its noise; train for more tokens, with a larger batch_size, a longer gns_half_life_tokens or, "
-                      "with gns='norm', a smaller gns_calibrate_tokens")
+    factors = [f"gns/calibration{metric}" for metric in metrics]
+    calibrated = mode != "norm" or any(row.get(key) is not None for row in run.steps for key in factors)
+    why = ("the gradient is too small against its noise; train for more tokens, with a larger batch_size or a longer "
+           "gns_half_life_tokens" if calibrated else "the factor from the norm layers to the whole model was still being "
+           "measured; train for more tokens, or with a smaller gns_calibrate_tokens")
+    raise ConfigError(f"{run.folder}: its noise scale is undetermined in {'all ' if len(run.steps) > 1 else ''}"
+                      f"{log.plural(len(run.steps), 'logged row')} ({log.count(run.steps[-1]['tokens'])} tokens), so there is "
+                      f"no prediction: {why}")
 
 
 def wider(value, low, high, by):
@@ -212,20 +218,25 @@ def target(run, to_loss=None):
     return to_loss, kind, got["steps"]
 
 
+def at_the_end(run, until):
+    """Whether step `until` is the end of a finished run, where the learning rate has come down."""
+    last, tokens = run.steps[-1], max(run.config.get(key) or 0 for key in ("max_tokens", "decay_tokens"))
+    return until >= last["step"] and last["tokens"] >= tokens and run.config.get("lr_decay") != "none"
+
+
 # -- what a step costs
 
 
-def logged_cost(run):
-    """As the run measured it itself, from the newest row that has it, or None."""
+def logged_cost(row):
+    """As the run measured it itself, from a row, or None."""
     names = ("step_time/fixed_ms", "step_time/per_sequence_ms")
-    row = next((r for r in reversed(run.steps) if all(r.get(n) is not None for n in names)), None)
-    if row is None or not row[names[1]] > 0:
+    if any(row.get(n) is None for n in names) or not row[names[1]] > 0:
         return None
     fixed, each = (tuple(1e-3 * (v if row.get(n + end) is None else row[n + end]) for end in ("", "_low", "_high"))
                    for n in names for v in [row[n]])
     if not (0 < each[1] <= each[0] <= each[2] and fixed[1] <= fixed[0] <= fixed[2]):
         return None
-    return Cost(tuple(max(v, 0.0) for v in fixed), each, "measured by the run")
+    return Cost(tuple(max(v, 0.0) for v in fixed), each, MEASURED)
 
 
 def line(x, y):
@@ -258,10 +269,11 @@ def fit_cost(batch, seconds):
 
 
 def step_cost(run):
-    """Cost, or None where the run cannot tell."""
+    """Cost, by the newest row that has it or by a fit to all of them; None where the run cannot tell."""
+    measured = next(filter(None, map(logged_cost, reversed(run.steps))), None)
     timed = [(row["tokens"] - before["tokens"], row["step"] - before["step"], row["dt_ms"])
              for before, row in zip(run.steps, run.steps[1:]) if row.get("dt_ms")]  # not the first row: it warms up
-    return logged_cost(run) or fit_cost([t / (run.block * s) for t, s, _ in timed], [1e-3 * ms for *_, ms in timed])
+    return measured or fit_cost([t / (run.block * s) for t, s, _ in timed], [1e-3 * ms for *_, ms in timed])
 
 
 # -- other batches
@@ -401,20 +413,23 @@ def default_batches(phases, noise, best, quantum):
 def predict(run, machine, to_loss=None, batches=None, rate=None):
     """(result, phases): what whatif.py shows, as plain values. batches: those of the table. rate: money per second."""
     key = noise_key(run)
-    values, known = noise_values(run.steps, key)
+    values, _ = noise_values(run.steps, key)
     loss, kind, until = target(run, to_loss)
     found = phases(run, values, until)
+    known = [triple(row, key) is not None for row in run.steps][:1 + sum(row["step"] < until for row in run.steps)]
     cost, quantum, block = machine.cost, machine.quantum, run.block
     mean = mean_noise(found)
     right = right_batch(mean, cost, quantum)
     batches = batches or default_batches(found, mean, right["time"], quantum)
-    result = {"run": run.folder, "loss": loss, "loss_kind": kind, "assumes": TUNED,
+    fits = machine.measured or min(p.batch for p in found) >= quantum  # below, the cost of a step is another
+    mine = own(found, block, cost if fits else None)
+    result = {"run": run.folder, "loss": loss, "loss_kind": kind, "at_the_end": at_the_end(run, until), "assumes": TUNED,
               "rows": [row_at(found, b, block, cost, rate) for b in batches],
               "step_time": step_time(cost), "right_batch": right,
               "right_batch_at_the_end": right_batch(found[-1].noise, cost, quantum),
-              "noise": {"key": key, "rows": len(values), "determined": known, "lowest": min(p.noise[0] for p in found),
+              "noise": {"key": key, "rows": len(known), "determined": sum(known), "lowest": min(p.noise[0] for p in found),
                         "highest": max(p.noise[0] for p in found)},
-              "own": own(found, block, cost), "lost": lost(found, cost, quantum, block),
+              "own": mine, "lost": lost(found, cost, quantum, block) if fits else None,
               "machine": {"devices": machine.devices, "quantum": quantum, "measured": machine.measured}}
     if cost:
         best = stages(found, "time", cost, quantum, block)

@@ -145,9 +145,9 @@ class Run:
         best = self.val_loss is not None and (count.best_saved_loss is None or self.val_loss < count.best_saved_loss)
         count.best_saved_loss = self.val_loss if best else count.best_saved_loss
         self.saved_step = count.step
+        cost = step_time.row(step.cost())  # all ranks must ask
         if not ranks.first:
             return
-        cost = step_time.row(step.timer.estimate())
         if cost:
             checkpoint.write_json(os.path.join(self.config.out_dir, "step_time.json"), cost)
         checkpoint.save(self.config.out_dir, {

@@ -9,7 +9,7 @@ import torch
 
 import ln_kernel
 import schedule
-from trainer import advice, log, noise_scale, screen
+from trainer import advice, log, noise_scale, predict, screen
 
 
 def opening(run, parameters):
@@ -67,14 +67,25 @@ def stopped(run, number):
 def describe(row, config, seconds_left, calibrating=None, columns=None):
     """The line of a logged step. calibrating: seconds until the noise scale is known, roughly. In a narrow terminal what ranks
     highest is left out first."""
-    fields = [(2, f"step {row['step']:>6}"),
+    right = right_for_time(row)
+    fields = [(3, f"step {row['step']:>6}"),
               (0, f"{log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%}"),
               (0, f"loss {row['train/loss']:.4f}"), (0, f"batch {row['batch_size']:>3}"),
-              (0, f"{noise_words(row, config, calibrating):<22}"), (1, f"{log.count(row['tok_per_sec']):>5} tok/s"),
-              (3, f"mfu {row['mfu']:3.0%}"), (0, f"{log.duration(seconds_left)} left")]
+              (0, f"{noise_words(row, config, calibrating):<22}"), *([(1, f"right {right:<3}")] if right else []),
+              (2, f"{log.count(row['tok_per_sec']):>5} tok/s"), (4, f"mfu {row['mfu']:3.0%}"),
+              (0, f"{log.duration(seconds_left)} left")]
     if row["bad_steps"]:
         fields.append((0, f"{row['bad_steps']} steps skipped, not finite"))
     return screen.fitted(fields, columns)
+
+
+def right_for_time(row):
+    """The right batch for time in whole micro-batches, by the noise scale and the cost of a step in a row; None where it lacks
+    one of them."""
+    noise, cost = predict.triple(row, "gns"), predict.logged_cost(row)
+    if noise and cost:
+        now = predict.Phase(1, row["batch_size"], noise, 0.0)
+        return predict.fastest_constant([now], cost, row["batch_size"] // row["accum"])
 
 
 def noise_words(row, config, calibrating=None):
@@ -139,7 +150,9 @@ def closing(config):
         return f"{config.out_dir}: no step was logged (log_interval={config.log_interval})."
     from plots import report  # matplotlib is slow to import
     picture = report.draw(config.out_dir)
-    lines = ["", result_summary(rows, steps), *advice.right_batch(config.out_dir), *noise_summary(steps, config),
+    right = advice.right_batch(config.out_dir)
+    timed = any(line.startswith("Right batch for time") for line in right)
+    lines = ["", result_summary(rows, steps), *right, *noise_summary(steps, config, timed),
              schedule_summary(rows, steps, config)]
     lines += [f"Picture: {picture}", f"Text: python sample.py {config.out_dir}",
               f"Other batches: python whatif.py {config.out_dir}"]
@@ -153,8 +166,9 @@ def result_summary(rows, steps):
             f"{log.duration(steps[-1]['seconds'])}; {loss} (best {min(val):.4f}).")
 
 
-def noise_summary(steps, config):
-    """Sentences about the noise scale: what it was, and where the run's batch lay beside it."""
+def noise_summary(steps, config, timed=False):
+    """Sentences about the noise scale: what it was, and where the run's batch lay beside it. timed: the right batch for time
+    stands above."""
     if config.gns == "off":
         return ["The noise scale was not measured (gns=off)."]
     if config.batch_size == 1:
@@ -182,21 +196,24 @@ def noise_summary(steps, config):
     when = "the end" if end is steps[-1] else f"{share(end):.0%}, undetermined since"
     lines = [f"Noise scale of {noise_scale.words(end)}, in sequences: {path}{noise:.3g} at {when} (95% interval {low:.3g} to "
              f"{high:.3g}), {log.count(noise * config.block_size)} tokens. The batch of {end['batch_size']} there is "
-             f"{verdict(end['batch_size'], noise, low, high)}."]
+             f"{verdict(end['batch_size'], noise, low, high, timed)}."]
     if config.gns == "norm":
         suffix = "_adam" if noise_scale.metric(config) == "adam" else ""
         factor, low, high = noise_scale.read(end, f"gns/calibration{suffix}")
-        lines.append(f"It is the norm layers' {end[f'gns/norm{suffix}']:.3g} times {factor:.2f} (95% interval {low:.2f} to "
-                     f"{high:.2f}), measured by exact steps on the way.")
+        lines.append(f"It is the norm layers' {end[f'gns/norm{suffix}']:.3g}{' in that metric' if suffix else ''} times "
+                     f"{factor:.2f} (95% interval {low:.2f} to {high:.2f}), measured by exact steps on the way.")
     return lines
 
 
-def verdict(B, noise, low, high):
-    """Where a batch lies beside the noise scale, and what that means."""
+def verdict(B, noise, low, high, timed=False):
+    """Where a batch lies beside the noise scale, and what that means (steps go as (B + N)/B, tokens as B + N). timed: which
+    batch is faster stands above."""
     if B > high:
         return f"above its interval, {B / noise:.1f} times the noise scale: a smaller batch would learn more per token"
     if B < low:
-        return f"below its interval, {noise / B:.1f} times less: a larger batch would save steps for few tokens"
+        tokens = (2 * B + noise) / (B + noise)
+        return (f"below its interval: twice the batch would take {tokens / 2:.2f} times the steps and {tokens:.2f} times the "
+                f"tokens{'; which is faster here is said above' if timed else ''}")
     return "inside its interval: tokens and steps are balanced"
 
 
