@@ -20,7 +20,7 @@ import hosts
 sys.path.insert(0, hosts.ROOT)
 
 from plots import style  # noqa: E402
-from trainer import checkpoint, hardware, log  # noqa: E402
+from trainer import hardware, log, output  # noqa: E402
 
 ACCUMULATIONS = (1, 2, 4, 8)
 STEPS, EVERY = 60, 10  # log lines as often as in any run: they cost, too
@@ -75,7 +75,7 @@ def main(argv=None):
     print(style.table([("machine", "t0 ms", "t1 ms", "t0/t1", *(f"x{a}" for a in ACCUMULATIONS)), *(
         (name, f"{own['cost']['step_time/fixed_ms']:.1f}", f"{own['cost']['step_time/per_sequence_ms']:.2f}",
          f"{own['ratio_t0_t1']:.2f}", *(f"{r['ratio']:.3f}" for r in own["rows"])) for name, own in result.items())]))
-    checkpoint.write_json(args.results, {
+    output.write_json(args.results, {
         "command": " ".join(["python experiments/step_cost.py", *(argv or sys.argv[1:])]), "date": time.strftime("%Y-%m-%d"),
         "machine": {**hardware.facts("cpu"), "load_average": os.getloadavg()[0]}, "finding": finding(result),
         "machines": result})

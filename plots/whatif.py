@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from plots.style import COLORS, pyplot
+from plots import style
+from plots.style import COLORS
 from trainer import log, machines, predict
 
 
 def draw(result, phases, block, cost, path):
-    plt = pyplot()
     panels = ["seconds" if cost else "steps", "tokens", *(["devices"] if result.get("devices") else [])]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.8), layout="constrained")
+    figure, axes = style.pyplot().subplots(1, len(panels), figsize=(5.5 * len(panels), 4.8), layout="constrained")
     for ax, what in zip(axes, panels):
         if what == "devices":
             draw_devices(ax, result["devices"])
@@ -18,8 +18,7 @@ def draw(result, phases, block, cost, path):
     figure.suptitle(f"{result['run']}: what other batches would take to a {result['loss_kind']} loss of {result['loss']:.4g}",
                     x=0.01, ha="left", fontsize=14, fontweight="bold")
     figure.supxlabel(f"{predict.TUNED} Bands: 95% of the measurement's errors, not of the theory's.", fontsize=9.5)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    style.save(figure, path)
     return path
 
 
