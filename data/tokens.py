@@ -469,12 +469,18 @@ def verify(folder) -> dict:
 
 
 def verify_split(folder, split, meta):
-    path, sha256 = Path(folder) / f"{split}.bin", hashlib.sha256()
+    path = Path(folder) / f"{split}.bin"
     with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            sha256.update(block)
-    if sha256.hexdigest() != meta[f"{split}_sha256"]:
-        raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
+        if sha256_of(f) != meta[f"{split}_sha256"]:
+            raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
+
+
+def sha256_of(file):
+    file.seek(0)
+    sha256 = hashlib.sha256()
+    while block := file.read(1 << 20):
+        sha256.update(block)
+    return sha256.hexdigest()
 
 
 def verify_once(folder, meta):
