@@ -42,6 +42,7 @@ from benchmarks import (
     watch,
 )
 from configurator import ConfigError, die
+from trainer import output
 
 # command: what it measures, the file that does; each has arguments(parser) and run(args)
 COMMANDS = {
@@ -69,6 +70,8 @@ def main():
     if args.rest and args.command != "grad_stats":  # which takes train.py's --key=value
         parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
     try:
+        if args.out:
+            output.check(args.out)  # before it measures for minutes
         return COMMANDS[args.command][1].run(args)
     except ConfigError as e:
         die(e)

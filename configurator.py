@@ -314,9 +314,14 @@ def read_facts(folder):
         raise ConfigError(f"{path} is not what train.py writes ({type(e).__name__}): it is damaged or from elsewhere") from None
     if any(type(n) is not int or not 0 < n < LIMIT for n in numbers):
         raise ConfigError(f"{path} is damaged: processes, parameters and vocab_size must be whole numbers above 0")
+    return checked(items, path), facts
+
+
+def checked(items, path):
+    """{key: value} of the settings that a file holds, those of ours, each of its key's type and in its range."""
     settings = {key: coerce(key, value, path) for key, value in items if key in FIELDS}
     check_ranges({**{key: f.default for key, f in FIELDS.items()}, **settings}, path + ": ")
-    return settings, facts
+    return settings
 
 
 def _config_files():

@@ -22,7 +22,7 @@ if __name__ == "__main__":
 import configurator
 import sample
 from configurator import ConfigError
-from trainer import checkpoint, huggingface, terminal
+from trainer import huggingface, resume, terminal
 
 TOKENIZERS = {"gpt2": "its tokenizer is GPT-2's: AutoTokenizer.from_pretrained('gpt2')",
               "bytes": "a token is a byte of UTF-8: ids = list(text.encode())",
@@ -41,14 +41,18 @@ def main(argv=None):
         parser.error("say into what: --hf, or --hf=FOLDER")
     folder = args.hf or os.path.join(args.out_dir, "hf")
     try:
-        saved = (checkpoint.load if args.newest else checkpoint.load_best)(args.out_dir)
-        huggingface.write(sample.model_of(saved, "cpu"), folder, saved["data"].get("separator"))
+        saved = sample.load(args.out_dir, best=not args.newest)
+        with resume.restoring(saved["path"]):
+            separator, step = saved["data"].get("separator"), saved["state"]["step"]
+            if not isinstance(separator, int | None):
+                raise TypeError("separator")
+            huggingface.write(sample.model_of(saved, "cpu"), folder, separator)
     except (ConfigError, OSError, RuntimeError) as e:
         words = configurator.explain(e)
         if not words:
             raise
         configurator.die(words)
-    print(f"{folder}: a GPT-2 for transformers, from {saved['path']}, step {saved['state']['step']}; "
+    print(f"{folder}: a GPT-2 for transformers, from {saved['path']}, step {step}; "
           f"{TOKENIZERS.get(saved['data']['tokenizer'], 'its tokenizer is the dataset' + chr(39) + 's')}")
     return 0
 

@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from configurator import ConfigError, die, explain
 from plots import comparable, compare, layers, report
-from trainer import terminal
+from trainer import output, terminal
 
 
 def main(argv=None):
@@ -34,6 +34,8 @@ def main(argv=None):
     if bool(args.compare) == bool(args.out_dirs):
         parser.error("give run folders, or --compare with groups of them")
     try:
+        if args.out and not args.compare:
+            output.check(args.out)
         if args.compare:
             print(compare.compare(compare.parse_groups(args.compare), args.out, args.loss))
         elif args.layers:

@@ -27,12 +27,26 @@ from trainer import checkpoint, hardware, resume, terminal
 
 def load_model(out_dir, device, best=False):
     """(model, tokenizer name) of a run folder, from its newest checkpoint or the one with the lowest validation loss."""
-    saved = checkpoint.load_best(out_dir, device) if best else checkpoint.load(out_dir, device)
+    saved = load(out_dir, device, best)
     with resume.restoring(saved["path"]):
         return model_of(saved, device), saved["data"]["tokenizer"]
 
 
+def load(out_dir, device="cpu", best=True):
+    """The checkpoint of a run folder, with all parts."""
+    saved = (checkpoint.load_best if best else checkpoint.load)(out_dir, device)
+    resume.check_parts(saved)
+    return saved
+
+
 def model_of(saved, device):
+    """The model of a checkpoint; no larger than its weights are."""
+    config, weights = saved["config"], saved["model"]
+    blocks = {name.split(".")[1] for name in weights if name.startswith("h.")}
+    shapes, width = [tuple(weights[f"{name}.weight"].shape) for name in ("wte", "wpe")], config["n_embd"]
+    if (len(blocks) != config["n_layer"] or width % config["n_head"]
+            or shapes != [(saved["vocab_size"], width), (config["block_size"], width)]):
+        raise ValueError("its weights have other shapes than its settings say")
     model = GPT(GPTConfig.of(saved["config"], saved["vocab_size"])).to(device)
     model.load_state_dict(saved["model"])
     return model.eval()
@@ -78,17 +92,19 @@ def main(argv=None):
         parser.error("--temperature and --seed must be at least 0, --top_k and --tokens at least 1")
     try:
         device = hardware.pick_device(args.device)
-        saved = (checkpoint.load if args.newest else checkpoint.load_best)(args.out_dir, device)
-        model, tokenizer = model_of(saved, device), tokens.tokenizer_of(saved["data"])
-        print(f"{saved['path']}: step {saved['state']['step']}", file=sys.stderr)
-        ids = torch.tensor([encode(tokenizer, args.prompt or "\n", model.config.vocab_size)], device=device)
+        saved = load(args.out_dir, device, best=not args.newest)
+        with resume.restoring(saved["path"]):
+            model, tokenizer = model_of(saved, device), tokens.tokenizer_of(saved["data"])
+            print(f"{saved['path']}: step {saved['state']['step']}", file=sys.stderr)
+            ids = torch.tensor([encode(tokenizer, args.prompt or "\n", model.config.vocab_size)], device=device)
+            ids = generate(model, ids, args.tokens, args.temperature, args.top_k, torch.Generator().manual_seed(args.seed))
+            text = tokenizer.decode(ids[0].tolist())
     except (ConfigError, tokens.PrepareError, OSError, RuntimeError) as e:
         words = str(e) if isinstance(e, tokens.PrepareError) else configurator.explain(e)
         if not words:
             raise
         configurator.die(words)
-    ids = generate(model, ids, args.tokens, args.temperature, args.top_k, torch.Generator().manual_seed(args.seed))
-    print(tokenizer.decode(ids[0].tolist()))
+    print(text)
     return 0
 
 

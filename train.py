@@ -167,6 +167,7 @@ def evaluate(config, ranks, device):
         model.load_state_dict(saved["model"])
     model = model if config.parallel == "fsdp" and ranks.world > 1 else model.to(device)
     loss = validation_loss(TrainingStep(model, config, ranks, device, dtype), data)
+    ranks.guard(data.check)
     if ranks.first:
         log.say(summary.evaluation(config, saved, data, loss))
     return 0

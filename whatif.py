@@ -21,7 +21,7 @@ import sys
 import configurator
 import schedule
 from configurator import ConfigError
-from trainer import advice, checkpoint, exports, machines, plan, predict, terminal
+from trainer import advice, exports, machines, output, plan, predict, terminal
 
 
 def numbers(text, name):
@@ -59,6 +59,8 @@ def check(args):
         raise ConfigError(f"command line: --link={args.link}: needs --devices, how many of them it joins")
     args.link = args.link or machines.DEFAULT_LINK
     machines.parse_link(args.link)
+    for path in {args.json, args.out} - {None, "", "-"}:
+        output.check(path)
     args.batch = numbers(args.batch, "batch") if args.batch else None
     args.devices = numbers(args.devices, "devices") if args.devices else None
 
@@ -144,7 +146,7 @@ def show(args, result, run, phases, machine):
     if args.json == "-":
         print(json.dumps(result, indent=2))
     elif args.json:
-        checkpoint.write_json(args.json, result)
+        output.write_json(args.json, result)
     if args.export and args.json != "-":
         print(result["export"])
     if not alone:

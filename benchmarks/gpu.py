@@ -34,7 +34,7 @@ import ln_kernel
 from benchmarks import tools
 from configurator import ConfigError
 from model import GPT, GPTConfig
-from trainer import checkpoint, hardware, head_loss, log
+from trainer import checkpoint, hardware, head_loss, log, output
 
 
 @dataclasses.dataclass
@@ -406,7 +406,6 @@ def run(args):
     report = {name: run_part(name, Setting()) for name in wanted}
     rows = list(itertools.chain(*report.values()))
     failed = [row["check"] for row in rows if row["ok"] is False]
-    with open(args.out, "w") as f:
-        json.dump({"machine": hardware.facts("cuda"), "failed": failed, "parts": report}, f, indent=1)
+    output.write_json(args.out, {"machine": hardware.facts("cuda"), "failed": failed, "parts": report}, indent=1)
     print(f"{len(failed)} of {sum(row['ok'] is not None for row in rows)} checks failed; please send us {args.out}")
     return 1 if failed else 0

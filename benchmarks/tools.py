@@ -4,7 +4,6 @@ them.
 """
 
 import contextlib
-import json
 import math
 import os
 import random
@@ -19,7 +18,7 @@ import torch
 
 from configurator import Config
 from model import GPT, Attention, GPTConfig, Norm
-from trainer import distributed, hardware
+from trainer import distributed, hardware, output
 from trainer.step import TrainingStep, to_host
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -115,7 +114,7 @@ def write_json(path, report, device="cpu"):
     path.parent.mkdir(parents=True, exist_ok=True)
     machine = {**hardware.facts(device), "load_average": os.getloadavg()[0]}
     report = {"command": command(), "date": time.strftime("%Y-%m-%d"), "machine": machine, **report}
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    output.write_json(path, report, indent=1)
     print(f"written: {path}")
 
 

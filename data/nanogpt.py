@@ -14,6 +14,7 @@ import numpy as np
 
 from data.tokens import FORMAT, GPT2Tokenizer, PrepareError
 
+SAMPLED = "sampled-"  # how the checksum of a file's pieces begins
 MAX_PICKLE = 16 << 20  # bytes: GPT-2's 50257 words would take one
 PLAIN = {"PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET",
          "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "BINFLOAT",
@@ -99,4 +100,4 @@ def fingerprint(path, pieces=64, size=1 << 16):
     summed = hashlib.sha256(str(len(data)).encode())
     for start in np.linspace(0, max(0, len(data) - size), pieces).astype(np.int64):
         summed.update(data[start:start + size].tobytes())
-    return f"sampled-{summed.hexdigest()}"
+    return f"{SAMPLED}{summed.hexdigest()}"

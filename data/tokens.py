@@ -16,7 +16,6 @@ import json
 import os
 import platform
 import re
-import secrets
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ import numpy as np
 if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer import lock, terminal
+from trainer import lock, temporary, terminal
 
 try:
     import fcntl
@@ -297,7 +296,7 @@ class TokenFile:
 
     def __init__(self, path: Path, tokenizer):
         self.path, self.tokenizer, self.tokens, self.sha256 = path, tokenizer, 0, hashlib.sha256()
-        self.temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+        self.temporary = Path(temporary.beside(path))
         self.file = open(self.temporary, "wb")  # noqa: SIM115 - closed by publish or discard
         if fcntl:
             fcntl.flock(self.file, fcntl.LOCK_EX)  # the lock dies with the process: see remove_leftovers
@@ -327,7 +326,10 @@ class TokenFile:
 
 def remove_leftovers(folder: Path):
     """Remove temporary files of runs that were killed. A file that a living process still writes is locked."""
-    for path in folder.glob("*.tmp") if fcntl else ():
+    for name in temporary.left_over(os.listdir(folder), r"(train|val)\.bin|(meta|verified)\.json") if fcntl else ():
+        path = folder / name
+        if not path.is_file():
+            continue
         with open(path, "rb") as f:
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -389,19 +391,19 @@ class DatasetWriter:
 
     def replace(self, meta):
         """Between the removal and the return of meta.json the folder counts as incomplete, never as a mix."""
-        temporary = self.folder / f"meta.json.{secrets.token_hex(4)}.tmp"
+        partial = Path(temporary.beside(self.folder / "meta.json"))
         try:
-            with open(temporary, "w", encoding="utf-8") as f:
+            with open(partial, "w", encoding="utf-8") as f:
                 f.write(json.dumps(meta, indent=2) + "\n")
                 f.flush()
                 os.fsync(f.fileno())
         except OSError as e:
-            temporary.unlink(missing_ok=True)
+            partial.unlink(missing_ok=True)
             raise OSError(e.errno, e.strerror, str(self.folder / "meta.json")) from None
         (self.folder / "meta.json").unlink(missing_ok=True)
         for file in self.files.values():
             file.publish()
-        os.replace(temporary, self.folder / "meta.json")
+        os.replace(partial, self.folder / "meta.json")
         if os.name == "posix":
             descriptor = os.open(self.folder, os.O_RDONLY)
             os.fsync(descriptor)
@@ -467,19 +469,26 @@ def verify(folder) -> dict:
 
 
 def verify_split(folder, split, meta):
-    path, sha256 = Path(folder) / f"{split}.bin", hashlib.sha256()
+    path = Path(folder) / f"{split}.bin"
     with open(path, "rb") as f:
-        while block := f.read(1 << 20):
-            sha256.update(block)
-    if sha256.hexdigest() != meta[f"{split}_sha256"]:
-        raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
+        if sha256_of(f) != meta[f"{split}_sha256"]:
+            raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
+
+
+def sha256_of(file):
+    file.seek(0)
+    sha256 = hashlib.sha256()
+    while block := file.read(1 << 20):
+        sha256.update(block)
+    return sha256.hexdigest()
 
 
 def verify_once(folder, meta):
     """verify, but for files whose size and time are as they were when they were found good (verified.json)."""
     record = Path(folder) / "verified.json"
+    ours = record.is_file() or not os.path.lexists(record)  # a pipe would keep us waiting
     try:
-        known = json.loads(record.read_text(encoding="utf-8"))
+        known = json.loads(record.read_text(encoding="utf-8")) if ours else None
     except (OSError, ValueError, RecursionError):
         known = None
     good = {}
@@ -490,11 +499,13 @@ def verify_once(folder, meta):
             if status.st_size > 1e9:
                 print(f"checking {folder}/{split}.bin against its checksum, once", file=sys.stderr, flush=True)
             verify_split(folder, split, meta)
-    if known != good:
-        temporary = Path(folder) / f"verified.json.{secrets.token_hex(4)}.tmp"
+    if known != good and ours:
+        partial = Path(temporary.beside(record))
         with contextlib.suppress(OSError):  # a folder that is not ours to write to: checked at each start
-            temporary.write_text(json.dumps(good), encoding="utf-8")
-            os.replace(temporary, record)
+            partial.write_text(json.dumps(good), encoding="utf-8")
+            os.replace(partial, record)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------------------------------------- progress

@@ -17,7 +17,7 @@ sys.path.insert(0, ROOT)
 
 import configurator  # noqa: E402
 from sweeps import jobs  # noqa: E402
-from trainer import checkpoint, hardware, log  # noqa: E402
+from trainer import hardware, log, output  # noqa: E402
 
 # a model of seconds, to see that everything works
 TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, batch_size=8, batch_size_start=4,
@@ -91,9 +91,9 @@ def write(args, config, paper, finding, numbers):
     os.makedirs(args.results, exist_ok=True)
     path = os.path.join(args.results, args.name)
     settings = {k: v for k, v in vars(config).items() if v != configurator.FIELDS[k].default and k not in ("out_dir", "device")}
-    checkpoint.write_json(path + ".json", {"command": args.command, "date": time.strftime("%Y-%m-%d"),
-                                           "machine": hardware.facts(hardware.pick_device(config.device)), "paper": paper,
-                                           "finding": finding, **numbers, "settings": settings,
-                                           "last_command_seconds": round(time.time() - args.started)})
+    output.write_json(path + ".json", {"command": args.command, "date": time.strftime("%Y-%m-%d"),
+                                       "machine": hardware.facts(hardware.pick_device(config.device)), "paper": paper,
+                                       "finding": finding, **numbers, "settings": settings,
+                                       "last_command_seconds": round(time.time() - args.started)})
     print(f"\n{paper}\n{finding}\n{path}.json {path}.png", flush=True)
     return path + ".png"

@@ -23,7 +23,7 @@ import hosts
 sys.path.insert(0, hosts.ROOT)
 
 from plots import style  # noqa: E402
-from trainer import checkpoint, hardware, log  # noqa: E402
+from trainer import hardware, log, output  # noqa: E402
 
 ACCUMULATIONS = (1, 2, 4, 8)
 STEPS, EVERY = 60, 10  # log lines as often as in any run: they cost, too
@@ -115,7 +115,7 @@ def main(argv=None):
     settings = dict(setting.removeprefix("--").split("=", 1) for setting in settings)
     result = {name: measure(name, args.out, settings) for name in hosts.names(args.machines)}
     print(table(result))
-    checkpoint.write_json(args.results, {
+    output.write_json(args.results, {
         "command": " ".join(["python experiments/step_cost.py", *(argv or sys.argv[1:])]), "date": time.strftime("%Y-%m-%d"),
         "machine": {**hardware.facts("cpu"), "load_average": os.getloadavg()[0]}, "finding": finding(result),
         "machines": result})

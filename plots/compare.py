@@ -11,7 +11,7 @@ import numpy as np
 
 from configurator import ConfigError
 from plots import comparable, style
-from trainer import checkpoint, log, tradeoff
+from trainer import log, output, tradeoff
 from trainer.curves import MEASURES, curve, reach
 
 
@@ -230,12 +230,14 @@ def parse_groups(words):
 
 def compare(groups, path=None, source="auto"):
     """Writes JSON and picture of {name: [out_dir, ...]}; returns table and verdict."""
+    base = default_path(groups) if path is None else path.removesuffix(".png")
+    for name in (base + ".json", base + ".png"):
+        output.check(name)
     careful = comparable.check([d for dirs in groups.values() for d in dirs])
     loaded = {name: [style.load(d) for d in dirs] for name, dirs in groups.items()}
     result = comparison(loaded, source)
     result["tradeoff"] = tradeoff_of(result, groups, loaded)
-    base = default_path(groups) if path is None else path.removesuffix(".png")
-    checkpoint.write_json(base + ".json", {**result, "runs": groups, "careful": careful})
+    output.write_json(base + ".json", {**result, "runs": groups, "careful": careful})
     draw(result, loaded, base + ".png")
     curve_words = tradeoff.words(result["tradeoff"], f"the loss of {result['target']:.4f}")
     return "\n".join([*careful, table(result), "", verdict(result), "", *curve_words, "",

@@ -6,7 +6,7 @@ import io
 import os
 
 from configurator import ConfigError
-from trainer import checkpoint, log
+from trainer import log, output
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")  # Okabe & Ito, safe for all eyes
 STYLE = {"font.size": 12, "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left",
@@ -54,7 +54,7 @@ def pyplot():
 
 
 def save(figure, path):
-    """All of it or nothing: a full disk leaves the old picture."""
+    """All of it or nothing: a full disk leaves the old picture. A device or a pipe is written to."""
     picture = io.BytesIO()
     try:
         figure.savefig(picture, dpi=120, format=os.path.splitext(path)[1][1:].lower() or "png")
@@ -62,7 +62,7 @@ def save(figure, path):
         raise ConfigError(f"--out={path}: {e}") from None
     finally:
         pyplot().close(figure)
-    checkpoint.write_atomically(str(path), lambda f: f.write(picture.getvalue()))
+    output.write(path, picture.getvalue())
 
 
 def counts(axis):

@@ -2,14 +2,14 @@
 
 import numpy as np
 
-from plots.style import COLORS, pyplot
+from plots import style
+from plots.style import COLORS
 from trainer import log, predict
 
 
 def draw(result, phases, block, cost, path):
-    plt = pyplot()
     panels = ["seconds" if cost else "steps", "tokens", *(["devices"] if result.get("devices") else [])]
-    figure, axes = plt.subplots(1, len(panels), figsize=(5.5 * len(panels), 4.8), layout="constrained")
+    figure, axes = style.pyplot().subplots(1, len(panels), figsize=(5.5 * len(panels), 4.8), layout="constrained")
     for ax, what in zip(axes, panels):
         if what == "devices":
             draw_devices(ax, result["devices"])
@@ -19,8 +19,7 @@ def draw(result, phases, block, cost, path):
                     x=0.01, ha="left", fontsize=14, fontweight="bold")
     figure.supxlabel(f"{predict.TUNED} Bands: 95% intervals of what was measured. Errors of the theory are not in them.",
                      fontsize=9.5)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    style.save(figure, path)
     return path
 
 

@@ -21,7 +21,7 @@ from configurator import ConfigError
 from plots import style
 from sweeps.common import short
 from sweeps.jobs import Devices, read_config, run_all, run_training, tokens_done
-from trainer import checkpoint, curves, lock, log, noise_scale
+from trainer import checkpoint, curves, lock, log, noise_scale, temporary
 
 
 def arguments(parser):
@@ -146,9 +146,10 @@ def prepare_base(run, base, at):
     if tokens_done(base) < 0 <= tokens_done(run) <= at:
         os.makedirs(base, exist_ok=True)
         begun = os.path.join(base, checkpoint.NAME)
-        shutil.copyfile(checkpoint.load(run, mmap=True)["path"], begun + ".tmp")  # before the log, which may grow meanwhile
+        partial = temporary.beside(begun)
+        shutil.copyfile(checkpoint.load(run, mmap=True)["path"], partial)  # before the log, which may grow meanwhile
         shutil.copyfile(os.path.join(run, log.NAME), os.path.join(base, log.NAME))
-        os.replace(begun + ".tmp", begun)  # with it, the base counts as begun
+        os.replace(partial, begun)  # with it, the base counts as begun
 
 
 def branch_changes(config, batch, k):

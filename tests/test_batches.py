@@ -1,5 +1,6 @@
 import glob
 import os
+import time
 
 import numpy as np
 import pytest
@@ -99,3 +100,58 @@ def test_a_dataset_not_prepared_yet_says_how(name, how, tmp_path, monkeypatch):
     monkeypatch.setattr(batches, "ROOT", str(tmp_path))
     with pytest.raises(ConfigError, match=how):
         Dataset(name, 16)
+
+
+def changed_in_place(folder, how):
+    path = os.path.join(folder, "train.bin")
+    time.sleep(0.02)  # a tick of the clock that files have
+    with open(path, "r+b") as f:
+        if how == "cut":
+            f.truncate(100)
+        else:
+            times = os.fstat(f.fileno())
+            f.write(bytes([5] * 50))
+    if how == "time set back":
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("how", ["cut", "written", "time set back"])
+def test_data_that_change_while_they_are_in_use_are_noticed(tmp_path, how):
+    folder = write_dataset(tmp_path, np.arange(500) % 64, np.arange(100) % 64)
+    data = batches.Dataset(folder, 16)
+    data.check()
+    changed_in_place(folder, how)
+    with pytest.raises(ConfigError, match="train.bin was changed by another program"):
+        data.check()
+
+
+def test_data_that_are_cut_while_they_are_in_use_end_in_words_and_not_in_a_signal(tmp_path):
+    folder = write_dataset(tmp_path, np.arange(5000) % 64, np.arange(100) % 64)
+    data = batches.Dataset(folder, 16)
+    changed_in_place(folder, "cut")
+    with pytest.raises(ConfigError, match="train.bin was changed by another program"):
+        data.train_batch(0, 0, 50, "cpu")
+
+
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_file_that_gets_another_name_or_other_rights_is_read_on_as_it_was(tmp_path, replace, sampled):
+    folder = write_dataset(tmp_path, np.arange(500) % 64, np.arange(100) % 64, dtype="uint16")
+    if sampled:  # nanoGPT's: no meta.json, and no checksum of all of it
+        os.unlink(tmp_path / "meta.json")
+    data = batches.Dataset(folder, 16)
+    before = data.train_batch(0, 0, 20, "cpu")[0]
+    if replace:
+        (tmp_path / "new").write_bytes(bytes(1000))
+        os.replace(tmp_path / "new", tmp_path / "train.bin")
+    else:
+        os.chmod(tmp_path / "train.bin", 0o600)
+        os.link(tmp_path / "train.bin", tmp_path / "backup")
+    data.check()
+    assert torch.equal(data.train_batch(0, 0, 20, "cpu")[0], before)
+
+
+def test_a_dataset_that_is_given_up_closes_its_files(tmp_path):
+    folder = write_dataset(tmp_path, np.arange(500) % 64, np.arange(100) % 64)
+    open_files = [batches.Dataset(folder, 16).tokens["train"].descriptor for _ in range(20)]
+    assert len(set(open_files)) < 3

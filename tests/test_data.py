@@ -479,6 +479,17 @@ def test_a_second_writer_is_refused_and_leaves_the_living_one_alone(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["meta.json", "train.bin", "val.bin"]
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
+def test_something_else_in_the_place_of_verified_json_is_left_alone_and_not_waited_for(tmp_path, make):
+    meta = small_dataset(tmp_path)
+    make(tmp_path / "verified.json")
+    before = os.lstat(tmp_path / "verified.json")
+    tokens.verify_once(tmp_path, meta)
+    assert os.path.samestat(before, os.lstat(tmp_path / "verified.json"))
+    assert sorted(os.listdir(tmp_path)) == ["meta.json", "train.bin", "val.bin", "verified.json"]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="limits the file size")
 def test_a_full_disk_is_one_clear_line_and_keeps_the_old_dataset(tmp_path):
     old = small_dataset(tmp_path / "out")

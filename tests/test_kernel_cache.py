@@ -106,11 +106,12 @@ def test_files_are_on_disk_before_they_get_their_names(cache, monkeypatch):
     assert (so, digest) == (".so", ".sha256") and [done[0], done[2]] == [first, second]
 
 
-def test_a_killed_compilers_left_overs_are_removed(cache):
-    (cache / "tmpabcd").mkdir(parents=True)
-    (cache / "tmpabcd" / "ln_kernel.o").write_text("half")
+def test_a_killed_compilers_left_overs_are_removed_and_nothing_of_the_users(cache):
+    for name in ("kernels-partial-abcd", "tmp", "tmp_thesis"):
+        (cache / name).mkdir(parents=True)
+        (cache / name / "ln_kernel.o").write_text("half")
     build.build()
-    assert sorted(f.suffix or f.name for f in cache.iterdir()) == [".sha256", ".so", "lock"]
+    assert sorted(f.suffix or f.name for f in cache.iterdir()) == [".sha256", ".so", "lock", "tmp", "tmp_thesis"]
 
 
 # ---- others
@@ -190,3 +191,13 @@ def test_a_refused_cache_means_plain_torch_and_one_warning(tmp_path):
     name, reason = run.stdout.splitlines()
     assert name == "ref" and "writable by others" in reason
     assert run.stderr.count("writable by others") == 1 and not list(cache.iterdir())
+
+
+@pytest.mark.parametrize("value", ["g++ 'x", 'g++ "', "\\", " "])
+def test_a_compiler_that_is_no_command_means_plain_torch_and_one_warning_each(tmp_path, value):
+    code = LOAD + ("; import torch; from rightbatch.kernels.attention import causal_attention"
+                   "; causal_attention(torch.zeros(1, 2, 48), 1)")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120,
+                         env=os.environ | {"CXX": value, "RIGHTBATCH_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)})
+    assert run.returncode == 0 and run.stdout.startswith("ref\n"), run.stderr
+    assert run.stderr.count("norm layers use plain torch") == run.stderr.count("attention uses torch's own") == 1

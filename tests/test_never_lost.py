@@ -1,6 +1,7 @@
 """What keeps a run whole, mechanism by mechanism. tests/attack/ has the same from outside."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -417,3 +418,45 @@ def test_numbers_of_a_sweep_that_it_did_not_write_are_refused_in_words(tmp_path,
     (tmp_path / "sweep.json").write_text(text)
     with pytest.raises(ConfigError, match="sweep.json is not readable.*remove it"):
         common.read_json(str(tmp_path / "sweep.json"))
+
+
+@pytest.mark.parametrize("how", ["cut", "written"])
+def test_a_run_whose_data_change_ends_in_one_line_and_goes_on_with_the_right_ones_bit_for_bit(
+        tmp_path, tiny_args, tiny_data, monkeypatch, capsys, how):
+    train.main(tiny_args(out_dir=tmp_path / "whole"))
+    data = shutil.copytree(tiny_data, tmp_path / "data")
+    path, measure, calls = data / "train.bin", train.validation_loss, []
+    right = path.read_bytes()
+
+    def meddle(*args):
+        calls.append(1)
+        if len(calls) == 2:  # in the middle of the run
+            with open(path, "r+b") as f:
+                f.truncate(10) if how == "cut" else f.write(bytes(3000))
+        return measure(*args)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as e:
+        patch.setattr(train, "validation_loss", meddle)
+        capsys.readouterr()
+        train.main(tiny_args(out_dir=tmp_path / "run", dataset=data))
+    said = capsys.readouterr().err
+    assert e.value.code == 2 and said.count("\n") == 1 and "train.bin was changed by another program" in said
+    path.write_bytes(right)
+    assert train.main(tiny_args(out_dir=tmp_path / "run", dataset=data, resume="True")) == 0
+    saved = [checkpoint.load(str(tmp_path / name))["model"] for name in ("whole", "run")]
+    assert all(torch.equal(saved[0][k], saved[1][k]) for k in saved[0])
+
+
+def test_the_validation_loss_of_data_that_change_is_not_told(tmp_path, tiny_args, tiny_data, monkeypatch, capsys):
+    data = shutil.copytree(tiny_data, tmp_path / "data")
+    train.main(tiny_args(out_dir=tmp_path / "run", dataset=data, max_tokens=320))
+    measure = train.validation_loss
+
+    def meddle(*args):
+        (data / "val.bin").write_bytes(bytes(1000))
+        return measure(*args)
+    monkeypatch.setattr(train, "validation_loss", meddle)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train.main([str(tmp_path / "run"), "--eval"])
+    said = capsys.readouterr()
+    assert "val.bin was changed" in said.err and "validation loss" not in said.out

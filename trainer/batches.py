@@ -1,11 +1,12 @@
 """
-Memory-mapped token files -> batches. A batch is a pure function of (seed, example number): example n of a run reads
+Token files -> batches. A batch is a pure function of (seed, example number): example n of a run reads
 the window at hash(seed, n) mod (len - block_size). The same examples come in the same order whatever the
 micro-batch, the accumulation or the number of processes, and resuming needs one integer.
 """
 
 import json
 import os
+import weakref
 
 import numpy as np
 import torch
@@ -97,7 +98,12 @@ class Dataset:
         if expected <= self.block_size:
             raise ConfigError(f"block_size={self.block_size}: {path} has only {expected} tokens; "
                               f"take block_size below {expected}")
-        return np.memmap(path, dtype=self.dtype, mode="r")
+        return OpenTokens(path, self.dtype, self.meta[f"{split}_sha256"])
+
+    def check(self):
+        """Refuse data that somebody changed while they were in use."""
+        for ids in self.tokens.values():
+            ids.check()
 
     def train_batch(self, seed, first, count, device):
         """Examples first .. first + count - 1 of the run: inputs and targets, (count, block_size) int64."""
@@ -113,8 +119,7 @@ class Dataset:
         return self._windows("val", starts, device)
 
     def _windows(self, split, starts, device):
-        index = starts[:, None] + np.arange(self.block_size + 1)
-        ids = self.tokens[split][index]
+        ids = self.tokens[split].windows(starts, self.block_size + 1)
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
             known = "as assumed without a meta.json, " if self.assumed else "of meta.json "
@@ -127,6 +132,55 @@ class Dataset:
         else:
             ids = ids.to(device)
         return ids[:, :-1], ids[:, 1:]
+
+
+class OpenTokens:
+    """The ids in a file that stays open: what takes its name later is not read. A file that is mapped and cut would end the
+    process; of this one a read comes out short."""
+
+    def __init__(self, path, dtype, checksum):
+        self.path, self.dtype, self.checksum = path, dtype, checksum
+        self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        weakref.finalize(self, os.close, self.descriptor)
+        self.status = os.fstat(self.descriptor)
+
+    def __len__(self):
+        return self.status.st_size // self.dtype.itemsize
+
+    def windows(self, starts, length):
+        """(len(starts), length) ids, from those places on."""
+        size, file = self.dtype.itemsize, self.descriptor
+        try:
+            data = b"".join([pread(file, size * length, size * start) for start in starts.tolist()])
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, self.path) from None
+        if len(data) != size * length * len(starts):
+            raise self.changed()
+        return np.frombuffer(data, self.dtype).reshape(len(starts), length)
+
+    def check(self):
+        """Another size or time of writing is a change. Another time of its entry alone, as by a link or by chmod, is one where
+        the checksum differs."""
+        now = os.fstat(self.descriptor)
+        if (now.st_size, now.st_mtime_ns) != (self.status.st_size, self.status.st_mtime_ns):
+            raise self.changed()
+        if now.st_ctime_ns != self.status.st_ctime_ns:
+            with open(os.dup(self.descriptor), "rb") as f:
+                if (nanogpt.fingerprint if self.checksum.startswith(nanogpt.SAMPLED) else tokens.sha256_of)(f) != self.checksum:
+                    raise self.changed()
+        self.status = now
+
+    def changed(self):
+        return ConfigError(f"{self.path} was changed by another program while it was in use: what was computed since may be "
+                           "wrong and is not saved. Restore it, or prepare it again")
+
+
+def seek_and_read(file, size, at):
+    os.lseek(file, at, os.SEEK_SET)
+    return os.read(file, size)
+
+
+pread = getattr(os, "pread", seek_and_read)  # Windows has none
 
 
 def window_starts(seed, first, count, n_windows):

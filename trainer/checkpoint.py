@@ -13,7 +13,6 @@ import functools
 import json
 import os
 import re
-import secrets
 import stat
 import sys
 import zlib
@@ -23,9 +22,12 @@ import torch
 import configurator
 import schedule
 from configurator import ConfigError
+from trainer import temporary
 
 NAME, BEST = "ckpt.pt", "ckpt.best.pt"
 FORMAT = 2
+FILES = r"ckpt(\.\w+)?\.pt|log\.jsonl|config\.json|step_time\.json"  # of a run; nobody else writes them
+PICTURES = r"(report|compare|layers|whatif)\.png|compare\.json"
 MARK = b"\nrightbatch crc32 "  # and eight hex digits: how a checkpoint ends
 
 
@@ -53,18 +55,18 @@ class Output:
 def write_atomically(path, write, ready=lambda: None):
     """Call write(file) on a temporary neighbour and, once that is on the disk, ready(); then put it in place of `path`. A
     failure names `path` and leaves nothing behind."""
-    temporary, output = f"{path}.{secrets.token_hex(4)}.tmp", Output(None)
+    partial, output = temporary.beside(path), Output(None)
     try:
-        with open(temporary, "wb") as output.file:
+        with open(partial, "wb") as output.file:
             write(output)
             output.flush()
             os.fsync(output.file.fileno())
         ready()
-        os.replace(temporary, path)
+        os.replace(partial, path)
         sync_folder(os.path.dirname(path) or ".")  # the new name survives a power cut, too
     except BaseException as e:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            os.unlink(partial)
         cause = output.error or e
         if isinstance(cause, OSError) and cause.strerror:
             raise OSError(cause.errno, cause.strerror, path) from None
@@ -90,10 +92,9 @@ def keep_aside(path):
 
 def remove_leftovers(folder):
     """Temporary files of a process that was killed. For who holds the folder's lock."""
-    for name in os.listdir(folder):
-        if name.endswith(".tmp"):
-            with contextlib.suppress(OSError):
-                os.unlink(os.path.join(folder, name))
+    for name in temporary.left_over(os.listdir(folder), f"{FILES}|{PICTURES}"):
+        with contextlib.suppress(OSError):
+            os.unlink(os.path.join(folder, name))
 
 
 def write_json(path, value):
@@ -129,17 +130,17 @@ def rotate(out_dir, keep):
 
 def also_call(path, name):
     """A second name for a file; a second file where the file system has no such thing."""
-    temporary = f"{name}.{secrets.token_hex(4)}.tmp"
+    second = temporary.beside(name)
     try:
         try:
-            os.link(path, temporary)
+            os.link(path, second)
         except OSError:
             import shutil
-            shutil.copyfile(path, temporary)
-        os.replace(temporary, name)
+            shutil.copyfile(path, second)
+        os.replace(second, name)
     finally:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)  # replace leaves it where both were the same file already
+            os.unlink(second)  # replace leaves it where both were the same file already
 
 
 # -- loading

@@ -8,6 +8,7 @@ import torch
 import configurator
 import ln_kernel
 from configurator import ConfigError
+from data import tokens
 from trainer import checkpoint, hardware, log
 
 PARTS = {"model": dict, "optimizer": dict, "rng": dict, "scaler": dict, "state": dict, "gns": dict, "schedule": dict,
@@ -74,6 +75,8 @@ def check_parts(saved, more=None):
             raise TypeError("a tensor among the settings")
         if not all(type(n) is int and 0 <= n < 2**63 for n in counts):
             raise TypeError("a count that is none")
+        configurator.checked(saved["config"].items(), saved["path"])
+        tokens.check_meta(saved["data"])
 
 
 @contextlib.contextmanager
@@ -83,7 +86,7 @@ def restoring(path):
         yield
     except ConfigError:
         raise
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as e:
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError, RuntimeError) as e:
         if configurator.explain(e):  # too little memory
             raise
         words = configurator.short(" ".join(str(e).split()))

@@ -130,6 +130,7 @@ class Run:
         """Fetch pending numbers, then write the checkpoint. Every rank must call it. Weights of a run that is going wrong never
         replace good ones: then the next good step is saved."""
         self.fetch()
+        self.check_data()
         self.count.seconds = self.clock.seconds()
         ranks, step, count = self.ranks, self.step, self.count
         whole = {"model": ranks.whole_model(step.model), "optimizer": ranks.whole_optimizer(step.optimizer),
@@ -155,6 +156,15 @@ class Run:
             "step_time": step.timer.state_dict(), "schedule": self.batch_schedule.state_dict(), "config": asdict(self.config),
             "vocab_size": self.data.vocab_size, "data": self.data.meta,
             "log": self.out.state(), "arithmetic": self.arithmetic()}, self.config.keep_checkpoints, best)
+
+    def check_data(self):
+        """What was computed from data that changed on the way is not saved."""
+        try:
+            self.ranks.guard(self.data.check)
+        except ConfigError as e:
+            self.close()
+            raise ConfigError(f"{e}; --resume=True then goes on from the checkpoint of step {self.saved_step}"
+                              if self.saved_step is not None else e) from None
 
     # -- after a step
 

@@ -28,6 +28,7 @@ import torch
 FOLDER = Path(__file__).parent
 KERNELS = ("ln_kernel.cpp", "attention.cpp")   # without torch's headers; compiled for this CPU
 GLUE = ("ln_autograd.cpp", "attention_autograd.cpp")   # kernels as torch operators
+PARTIAL = "kernels-partial-"   # how the name of a folder begins in which a library is being built
 
 
 def build():
@@ -99,7 +100,7 @@ def _one_at_a_time(cache):
         with contextlib.suppress(ImportError, OSError):
             import fcntl
             fcntl.flock(lock, fcntl.LOCK_EX)
-            for left_over in cache.glob("tmp*"):   # of a process that was killed: whoever compiles has the lock
+            for left_over in cache.glob(f"{PARTIAL}*"):   # of a process that was killed: whoever compiles has the lock
                 shutil.rmtree(left_over, ignore_errors=True)
         yield
     finally:
@@ -119,7 +120,7 @@ def _write_into_place(source, path, mode):
 def compile_library(cxx, kernels, glue, attempts, path):
     """Kernels with the first flags that work, glue with torch's; then the library and its digest. Built aside and moved into
     place whole: another process sees complete files or none."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as tmp, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with tempfile.TemporaryDirectory(prefix=PARTIAL, dir=path.parent) as tmp, ThreadPoolExecutor(os.cpu_count()) as pool:
         library, digest = Path(tmp, "library.so"), Path(tmp, "library.sha256")
         compile_flags, link_flags = glue_flags()
 
@@ -154,7 +155,10 @@ def _run(command):
 
 def find_compiler():
     if os.environ.get("CXX"):
-        return shlex.split(os.environ["CXX"])
+        try:
+            return shlex.split(os.environ["CXX"])
+        except ValueError as e:
+            raise RuntimeError(f"CXX={os.environ['CXX']!r}: {e}") from None
     return next(([name] for name in ("g++", "c++", "clang++") if shutil.which(name)), None)
 
 

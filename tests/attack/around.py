@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 
-from harness import DEADLY, SECONDS, TEXTS, Harness, deadly, flip, refusal, result, same
+from harness import DEADLY, TEXTS, Harness, deadly, flip, refusal, result, same
 
 MEGABYTE = 1 << 20
 HOSTILE = [None, 0, -1, 1, 2, 0.5, 1e300, -1e300, 10**20, 2**62, True, "x", [], {}]  # for a value of a JSON file
@@ -129,9 +129,7 @@ class Around(Harness):
         """One process of two is killed: the other ends in words; both go on to the end."""
         reference, out = self.of_two_ranks(), self.folder()
         children = self.ranks(out)
-        log = os.path.join(out, "log.jsonl")
-        while children[0].started + SECONDS > time.monotonic() and not os.path.exists(log):
-            time.sleep(0.005)
+        self.wait_for_log(children[0], out)
         time.sleep(self.rng.uniform(0, 1))
         killed, other = self.rng.sample(children, 2)
         with contextlib.suppress(ProcessLookupError):
@@ -164,9 +162,7 @@ class Around(Harness):
         """Somebody removes, cuts, replaces or edits files of a living run."""
         out = self.folder()
         child = self.train(out)
-        log = os.path.join(out, "log.jsonl")
-        while child.started + SECONDS > time.monotonic() and not (os.path.exists(log) and os.path.getsize(log) > 1000):
-            time.sleep(0.005)
+        log = self.wait_for_log(child, out, 1000)
         time.sleep(self.rng.uniform(0, 0.3))
         how, path = self.rng.choice(["remove", "cut", "empty", "replace", "append"]), log
         if self.rng.random() < 0.3:
@@ -179,9 +175,34 @@ class Around(Harness):
             if how in ("replace", "append"):
                 with open(path, "ab") as f:
                     f.write(self.rng.choice(TEXTS))
-        if os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):  # it had ended: nobody could have noticed
+        if ended(child):  # nobody could have noticed
             return None
         return self.outcome(child, out)
+
+    def meddling_with_data(self):
+        """Somebody writes into the data of a living run, cuts them, replaces them, or changes their rights."""
+        out, data = self.folder(), self.folder(self.data)
+        child = self.train(out, dataset=data)
+        self.wait_for_log(child, out, 1000)
+        time.sleep(self.rng.uniform(0, 0.3))
+        path = os.path.join(data, self.rng.choice(["train.bin", "val.bin"]))
+        how = self.rng.choice(["write", "cut", "replace", "chmod"])
+        if how == "write":
+            with open(path, "r+b") as f:
+                f.write(bytes(self.rng.randrange(64) for _ in range(self.rng.choice([1, 500]))))
+        elif how == "cut":
+            os.truncate(path, self.rng.choice([0, 100]))
+        elif how == "replace":
+            put(os.path.join(self.data, "meta.json"), path + ".new")
+            os.replace(path + ".new", path)
+        else:
+            os.chmod(path, 0o600)
+        if ended(child):
+            return None
+        outcome, why = self.outcome(child, out)
+        if outcome == "refused" and how in ("replace", "chmod"):
+            return "failed", f"{how}: it need not have ended"
+        return outcome, why and f"{how}: {why}"
 
     def swapped(self):
         """Files of one run in the folder of another, and one's own in each other's places."""
@@ -339,6 +360,11 @@ class Around(Harness):
         if child.code == 0 and "Traceback" not in text:
             return "survived", ""
         return ("failed", f"{command} {arguments}: {bad}") if (bad := refusal(child)) else ("refused", "")
+
+
+def ended(child):
+    """Whether a process is over; it can still be waited for."""
+    return bool(os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
 
 
 def left_over(folder):

@@ -155,6 +155,13 @@ class Harness:
     def command(self, name, *arguments, prepare=lambda: None, env=None):
         return Child(self.work, [str(a) for a in arguments], prepare, env, command=name)
 
+    def wait_for_log(self, child, out, size=0):
+        """Until the log of a run is so long, or the run takes too long; returns its path."""
+        log = os.path.join(out, "log.jsonl")
+        while child.started + SECONDS > time.monotonic() and not (os.path.exists(log) and os.path.getsize(log) >= size):
+            time.sleep(0.005)
+        return log
+
     def outcome(self, child, out, reference=None):
         """Of a run that should have come to its end."""
         child.wait()
