@@ -34,9 +34,30 @@ IGNORED = -100  # the label that losses leave out, by torch's convention
 MIXES = "BatchNorm mixes examples: no example has a gradient of its own"
 
 
-def watch(model, optimizer=None, **options):
-    """A Watch of the model; see its class."""
-    return Watch(model, optimizer, **options)
+def watch(model, optimizer=None, *, mode="norm", fused=False, calibrate_every=0, batch_dim=0, skip=(), scaler=None,
+          half_life_tokens=250_000, lengths="auto", token_mean="auto", group=None, close_steps=True):
+    """
+    A Watch of the model: print it, or log its row().
+
+    model             finds LayerNorms and RMSNorms by what they do; w.left_out says what it left out, and why
+    optimizer         closes steps by itself, reports in Adam's metric, too, and lets w.whatif() time the update
+    mode              "norm", or "exact": all layers that can be had, at the price of their gradients once more
+    fused             let our kernels compute the norm layers that are recognised, and their taps: faster, the same up to
+                      rounding. On a CPU they are compiled once, which takes half a minute
+    calibrate_every   with mode="norm": every so many steps is exact, and tells the factor from norm layers to the whole model
+    batch_dim         the dimension of examples in the layers' inputs: 1 for (T, B, C)
+    skip              names of modules to leave out; a name stands for all below it
+    scaler            torch.amp.GradScaler, whose factor changes between steps
+    half_life_tokens  averages forget half in so many tokens, or in a fifth of those seen, if less
+    lengths           what an example weighs in the loss: "auto" counts labels that are not ignored, else the attention mask;
+                      "equal"; w.weights(n) says it for one forward pass
+    token_mean        "micro": each forward pass's loss is a mean over its own tokens (and averaged over accumulation, ranks).
+                      "step": all tokens of the step weigh alike. "auto": step where the model is given num_items_in_batch, as
+                      Hugging Face's Trainer does
+    group             process group that holds the batch
+    close_steps       False: the optimizer is for its metric alone, and w.step() is called by you
+    """
+    return Watch(**locals())
 
 
 @dataclass
@@ -101,28 +122,10 @@ class Silent:
 
 
 class Watch:
-    """
-    model             finds LayerNorms and RMSNorms by what they do; w.left_out says what it left out, and why
-    optimizer         closes steps by itself, reports in Adam's metric, too, and lets w.whatif() time the update
-    mode              "norm", or "exact": all layers that can be had, at the price of their gradients once more
-    fused             let our kernels compute the norm layers that are recognised, and their taps: faster, the same up to
-                      rounding. On a CPU they are compiled once, which takes half a minute
-    calibrate_every   with mode="norm": every so many steps is exact, and tells the factor from norm layers to the whole model
-    batch_dim         the dimension of examples in the layers' inputs: 1 for (T, B, C)
-    skip              names of modules to leave out; a name stands for all below it
-    scaler            torch.amp.GradScaler, whose factor changes between steps
-    half_life_tokens  averages forget half in so many tokens, or in a fifth of those seen, if less
-    lengths           what an example weighs in the loss: "auto" counts labels that are not ignored, else the attention mask;
-                      "equal"; w.weights(n) says it for one forward pass
-    token_mean        "micro": each forward pass's loss is a mean over its own tokens (and averaged over accumulation, ranks).
-                      "step": all tokens of the step weigh alike. "auto": step where the model is given num_items_in_batch, as
-                      Hugging Face's Trainer does
-    group             process group that holds the batch
-    close_steps       False: the optimizer is for its metric alone, and w.step() is called by you
-    """
+    """What watch() returns, which documents the options."""
 
-    def __init__(self, model, optimizer=None, *, mode="norm", fused=False, calibrate_every=0, batch_dim=0, skip=(),
-                 scaler=None, half_life_tokens=250_000, lengths="auto", token_mean="auto", group=None, close_steps=True):
+    def __init__(self, model, optimizer, *, mode, fused, calibrate_every, batch_dim, skip, scaler, half_life_tokens, lengths,
+                 token_mean, group, close_steps):
         for name, value, choices in (("mode", mode, ("norm", "exact")), ("lengths", lengths, ("auto", "equal")),
                                      ("token_mean", token_mean, ("auto", "micro", "step"))):
             if value not in choices:
@@ -134,7 +137,7 @@ class Watch:
         self.calibrate_every = calibrate_every
         self.current, self.given, self.documents = Pass(), None, None
         self.waiting, self.checked, self.steps = [], False, 0
-        self.last, self.mean_length, self.skipped = None, None, 0
+        self.newest, self.newest_length, self.overflows = None, None, 0  # of the steps that were fetched
         self.find(model, mode, [skip] if isinstance(skip, str) else skip)
         self.fused = fuse(self.sites) if fused else {}
         self.scales, self.covered = {}, [0.0, 0.0]
@@ -190,7 +193,7 @@ class Watch:
             return
         states = getattr(self.scaler, "_per_optimizer_states", None)
         if states is not self.scaler_states and any(s.leaf is not None and s.leaf.grad is not None for s in self.watched):
-            self.skipped += 1
+            self.overflows += 1
             self.events = []
             for s in self.watched:
                 s.leaf.grad = None
@@ -461,6 +464,24 @@ class Watch:
 
     # -- on the host, when somebody asks
 
+    @property
+    def last(self):
+        """The newest step alone, a Last; None before the first."""
+        self.fetch()
+        return self.newest
+
+    @property
+    def mean_length(self):
+        """Tokens that count in an example of the newest step."""
+        self.fetch()
+        return self.newest_length
+
+    @property
+    def skipped(self):
+        """Steps that were not measured: their gradient was not finite, or GradScaler left them out."""
+        self.fetch()
+        return self.overflows
+
     def fetch(self):
         """Bring the averages up to date, with one transfer for all steps that wait."""
         if not self.waiting:
@@ -473,7 +494,7 @@ class Watch:
 
     def absorb(self, numbers, whole, events, passes, B, total, squares, own, tokens):
         if not all(abs(v) < float("inf") for pair in numbers.values() for v in pair):
-            self.skipped += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
+            self.overflows += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
             return
         if B <= 1:
             if not self.checked:
@@ -482,12 +503,12 @@ class Watch:
             return
         self.checked = True
         h = squares / total**2 if whole else own / passes**2
-        self.mean_length = tokens / B if total == B else total / B
+        self.newest_length = tokens / B if total == B else total / B
         coverage = numbers.pop("coverage", None)
         if coverage:
             self.covered = [old + new for old, new in zip(self.covered, coverage)]
         q, big = numbers["total" if self.mode == "exact" else "norm"]
-        self.last = Last(round(B), q / h, big, 1 / h)
+        self.newest = Last(round(B), q / h, big, 1 / h)
         pairs = {name: gns.unequal_pair(*pair, h, B) for name, pair in numbers.items()}
         for name, pair in pairs.items():
             if self.mode == "exact" or name.startswith("norm"):
@@ -545,7 +566,7 @@ class Watch:
                 "Apple's MPS does not tell the time without waiting." if self.timer and self.timer.device == "mps" else
                 f"too few steps were timed, {step_time.WARM_UP} to warm up not counted. In a compiled model, call w.start() "
                 "before a step's first forward pass."))
-        return Decision(noise, of_what, cost, self.quantum, self.last.examples if self.last else 0, missing)
+        return Decision(noise, of_what, cost, self.quantum, self.newest.examples if self.newest else 0, missing)
 
     def whole_noise(self):
         """(noise scale of the whole model as a triple or None, of what, [why not]). In Adam's metric where Adam steps."""

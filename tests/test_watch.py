@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import weakref
 
@@ -55,6 +56,26 @@ def test_the_row_is_the_unbiased_pair_of_the_steps_averaged():
     assert row["gns/norm_tr_sigma"] == pytest.approx(scale.tr_sigma, rel=1e-4)
     assert row["gns/norm"] == (scale.gns and pytest.approx(scale.gns, rel=1e-3))
     assert set(row) == {f"gns/norm{end}" for end in ("", "_low", "_high", "_sq_norm", "_tr_sigma")}
+
+
+def test_last_is_the_newest_step_whenever_it_is_read():
+    model = plain()
+    w = watch(model)
+    for seed, batch in enumerate((4, 3, 6)):
+        idx = ids(seed, batch=batch, length=5 + seed)
+        model(idx).backward()
+        w.step()
+        check_last(w, *pair_of(truth_of(model, idx), NORMS), batch)
+        assert w.mean_length == 5 + seed
+    (float("inf") * model(ids())).backward()
+    w.step()
+    assert w.skipped == 1
+
+
+def test_help_shows_every_option():
+    options = inspect.signature(watch).parameters
+    assert list(options)[:3] == ["model", "optimizer", "mode"] and options["half_life_tokens"].default == 250_000
+    assert all(f"\n    {name} " in watch.__doc__ for name in options)
 
 
 def test_micro_batches_add_up_to_the_step():
