@@ -14,24 +14,29 @@ The model's code, its results and its state_dict stay as they are. docs/watch.md
 Letters: B examples, c_b what example b adds to the gradient, q = sum |c_b|^2, big = |sum c_b|^2, h = sum of squared shares.
 """
 
+import contextlib
 import itertools
+import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from rightbatch import gns, step_time, taps
+from rightbatch import gns, inputs, step_time, taps
 from rightbatch.decision import Cost, Decision
 from rightbatch.exact import Exact
 from rightbatch.fuse import fuse, unfuse
 from rightbatch.metric import adam_metric
-from rightbatch.recognise import Norm, WatchError, recognise
+from rightbatch.passes import AGAIN, Pass, in_backward, in_transform, on_stack
+from rightbatch.recognise import WatchError
+from rightbatch.sites import MIXES, check_model, find_sites, skips
 from rightbatch.tracker import EARLY, named, scale_row
 
 FETCH = 512     # steps that may wait on the device when nobody asks for a report
-IGNORED = -100  # the label that losses leave out, by torch's convention
-MIXES = "BatchNorm mixes examples: no example has a gradient of its own"
+NO_GRADIENT = ("no watched layer got a gradient since the last step: was the model compiled before watch(model) (later hooks "
+               "are ignored: watch first), is w.step() before loss.backward(), or are the gradients torch.func's?")
+ORDERED = torch.nn.MultiheadAttention, torch.nn.RNNBase  # layers that know where the batch is: batch_first
 
 
 def watch(model, optimizer=None, *, mode="norm", fused=False, calibrate_every=0, batch_dim=0, skip=(), scaler=None,
@@ -46,51 +51,18 @@ def watch(model, optimizer=None, *, mode="norm", fused=False, calibrate_every=0,
                       rounding. On a CPU they are compiled once, which takes half a minute
     calibrate_every   with mode="norm": every so many steps is exact, and tells the factor from norm layers to the whole model
     batch_dim         the dimension of examples in the layers' inputs: 1 for (T, B, C)
-    skip              names of modules to leave out; a name stands for all below it
+    skip              names or patterns of modules to leave out, "*.q_norm"; a name stands for all below it
     scaler            torch.amp.GradScaler, whose factor changes between steps
     half_life_tokens  averages forget half in so many tokens, or in a fifth of those seen, if less
-    lengths           what an example weighs in the loss: "auto" counts labels that are not ignored, else the attention mask;
-                      "equal"; w.weights(n) says it for one forward pass
+    lengths           what an example weighs in the loss: "auto" counts labels that are not ignored, else the attention mask of
+                      a language model; "equal"; w.weights(n) says it for one forward pass
     token_mean        "micro": each forward pass's loss is a mean over its own tokens (and averaged over accumulation, ranks).
-                      "step": all tokens of the step weigh alike. "auto": step where the model is given num_items_in_batch, as
-                      Hugging Face's Trainer does
+                      "step": all tokens of the step weigh alike. "auto": step where the model's loss is divided by
+                      num_items_in_batch, as in Hugging Face's Trainer
     group             process group that holds the batch
     close_steps       False: the optimizer is for its metric alone, and w.step() is called by you
     """
     return Watch(**locals())
-
-
-@dataclass
-class Site:
-    """One watched norm layer."""
-    name: str
-    module: torch.nn.Module
-    norm: Norm
-    leaf: torch.Tensor | None = None
-    hidden_calls: int = 0  # calls without gradients in the newest forward pass: reentrant checkpointing
-
-    @property
-    def parameters(self):
-        """weight(, bias), as they are now: sharding and to_empty put others in their place."""
-        return [p for p in self.module._parameters.values() if p is not None]
-
-    @property
-    def size(self):
-        return self.norm.shape.numel() * (1 + self.norm.bias)
-
-
-@dataclass
-class Pass:
-    """What the newest forward pass of the model brings: B examples, tokens, lengths (B,) or None; whether its loss is a part of
-    one mean over the whole step."""
-    B: int | None = None
-    tokens: int = 0
-    lengths: torch.Tensor | None = None
-    whole: bool = False
-    segments: tuple | None = None  # (document of each position (B, T), number of documents): these are the examples
-    inside: bool = False
-    z: dict = field(default_factory=dict)       # site -> where its calls of this pass meet
-    counts: dict = field(default_factory=dict)  # (dtype, device) -> taps.head
 
 
 @dataclass
@@ -134,10 +106,11 @@ class Watch:
             scaler, optimizer = scaler or getattr(optimizer, "scaler", None), optimizer.optimizer
         self.model, self.optimizer, self.scaler, self.group = model, optimizer, scaler, group
         self.batch_dim, self.lengths, self.token_mean, self.half_life_tokens = batch_dim, lengths, token_mean, half_life_tokens
-        self.calibrate_every = calibrate_every
+        self.calibrate_every, self.facts = calibrate_every, inputs.facts_of(model)
         self.current, self.given, self.documents = Pass(), None, None
+        self.calls, self.hidden = 0, []  # calls of the model at work; passes with layers to be called again
         self.waiting, self.checked, self.steps = [], False, 0
-        self.newest, self.newest_length, self.overflows = None, None, 0  # of the steps that were fetched
+        self.newest, self.newest_length, self.unmeasured = None, None, 0  # of the steps that were fetched
         self.find(model, mode, [skip] if isinstance(skip, str) else skip)
         self.fused = fuse(self.sites) if fused else {}
         self.scales, self.covered = {}, [0.0, 0.0]
@@ -148,9 +121,13 @@ class Watch:
         self.depth = 0  # of optimizer.step: a subclass that calls the one of its base runs the hooks twice
         self.quantum, self.groups = 1, {}  # of the optimizer: parameter -> its group
         self.scaler_states = getattr(scaler, "_per_optimizer_states", None)
-        self.handles = [model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True),
-                        model.register_forward_hook(Hook(self.end), always_call=True)]
-        self.handles += [s.module.register_forward_hook(Hook(self.tap, s), with_kwargs=True) for s in self.sites]
+        self.handles = [model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True)]
+        self.handles += [m.register_forward_pre_hook(Hook(self.check_order, name), with_kwargs=True)
+                         for name, m in model.named_modules() if isinstance(m, ORDERED)]
+        for site in self.sites:  # ahead of hooks of the user's, which may change what a layer returns
+            self.handles += [use.module.register_forward_hook(Hook(self.tap, site, use), with_kwargs=True, prepend=True)
+                             for use in (site, *site.twins)]
+        self.handles.append(model.register_forward_hook(Hook(self.end), always_call=True))
         self.close_steps = close_steps
         if optimizer is not None:
             self.attach(optimizer)
@@ -181,10 +158,24 @@ class Watch:
     # -- in the forward pass
 
     def begin(self, model, args, kwargs):
-        if torch.is_grad_enabled():
-            self.depth = 0  # an optimizer.step that raised did not say that it was over
-            self.passed("forward")
-            self.open_pass(model, args, kwargs)
+        """Forward pre-hook of the model. A call within a call belongs to the pass that is open."""
+        self.calls += 1
+        self.open_pass(args, kwargs, None if torch.compiler.is_compiling() else sys._getframe(2))
+
+    @contextlib.contextmanager
+    def batch(self, *args, **kwargs):
+        """One forward pass that is not one call of the model: a method of your own, or several calls with the same examples.
+        Takes what the model is called with, or at least a tensor that has the examples:
+
+            with w.batch(x):
+                loss = model.loss(x)
+        """
+        self.calls += 1
+        try:
+            self.open_pass(args, kwargs)
+            yield
+        finally:
+            self.end()
 
     def forget_skipped(self):
         """GradScaler leaves out a step that overflowed: the optimizer's hook does not run, and what that step left must not go
@@ -193,7 +184,7 @@ class Watch:
             return
         states = getattr(self.scaler, "_per_optimizer_states", None)
         if states is not self.scaler_states and any(s.leaf is not None and s.leaf.grad is not None for s in self.watched):
-            self.overflows += 1
+            self.unmeasured += 1
             self.events = []
             for s in self.watched:
                 s.leaf.grad = None
@@ -201,62 +192,128 @@ class Watch:
                 self.exact.sums = {}
         self.scaler_states = states
 
-    def open_pass(self, model, args, kwargs):
+    def open_pass(self, args, kwargs, frame=None):
+        if not torch.is_grad_enabled() or in_transform():
+            return
+        now, given = self.current, inputs.arguments(self.facts, args, kwargs)
+        if now.inside and now.frame is not None and not on_stack(now.frame):
+            self.calls, now.inside = 1, False  # that pass was interrupted and never ended
+        if now.inside:
+            if now.lengths is None and not now.counts and self.lengths == "auto":  # who opened it need not know the labels
+                now.lengths = inputs.lengths_of(self.facts, given, now.B, now.segments)
+            return
+        self.depth = 0  # an optimizer.step that raised did not say that it was over
+        self.passed("forward")
         self.forget_skipped()
-        first = next((t for t in tensors((args, kwargs)) if t.dim() >= 2), None)
-        B = None if first is None else first.shape[min(self.batch_dim, 1)]
-        tokens = 0 if first is None else first.numel() if not first.is_floating_point() else B
         self.make_leaves()
-        given, segments, self.given, self.documents = self.given, self.documents, None, None
-        lengths = given
-        if given is None and self.lengths == "auto":
-            lengths = lengths_of(model, kwargs, B, segments)
-        whole = self.token_mean == "step" or self.token_mean == "auto" and kwargs.get("num_items_in_batch") is not None
-        self.current = Pass(B, tokens, lengths, whole, segments, inside=True)
-        for site in self.sites:
-            site.hidden_calls = 0
-        if self.exact:
-            self.exact.begin()
+        first = inputs.first_input(given)
+        B = None if first is None else first.shape[self.batch_dim]
+        tokens = 0 if first is None else first.numel() if not first.is_floating_point() else B
+        lengths, segments, self.given, self.documents = self.given, self.documents, None, None
+        if lengths is None and self.lengths == "auto":
+            lengths = inputs.lengths_of(self.facts, given, B, segments)
+        whole = self.token_mean == "step" or self.token_mean == "auto" and inputs.one_mean_per_step(self.facts, given)
+        self.current = Pass(B, () if first is None else first.shape, tokens, lengths, whole, segments, True, self.calls, frame)
 
     def end(self, *_):
-        self.current.inside = False
-        self.current.z = {}
+        now = self.current
+        if now.level == self.calls:
+            now.inside, now.z, now.frame = False, {}, None
+        self.calls -= 1
 
-    def tap(self, site, module, args, kwargs, y):
-        """Forward hook of a norm layer: pass its output through Tap."""
+    def enter(self, name):
+        """The Pass that a call of a layer belongs to, or None where there is nothing to measure. Checkpointing calls layers
+        again in the backward pass, when other forward passes may have come in between. With reentrant checkpointing gradients
+        go through that second call, with the other kind through the first."""
         now = self.current
         if not torch.is_grad_enabled():
-            site.hidden_calls += now.inside
+            if now.inside and not torch.compiler.is_compiling():
+                if now not in self.hidden:
+                    self.hidden.append(now)
+                now.hidden[name] = now.hidden.get(name, 0) + 1
             return None
-        if not y.requires_grad or not any(p.requires_grad for p in site.parameters):
+        if in_transform():
+            return None
+        if in_backward():
+            return self.pass_of_second_call(name)
+        if not now.inside:
+            raise WatchError(f"{name} is called outside of the model's own forward pass, so that its batch is not known. Call "
+                             "the model itself, model(x), or say what is one pass: with w.batch(x): loss = model.loss(x)")
+        now.calls[name] = now.calls.get(name, 0) + 1
+        return now
+
+    def pass_of_second_call(self, name):
+        known = [p for p in self.hidden if name in p.hidden]
+        waiting = [p for p in known if p.hidden[name]]
+        if known and not waiting:
+            raise WatchError(f"{name}: a second backward pass through reentrant checkpointing. Add the losses up, or "
+                             "use_reentrant=False")
+        if not waiting:
+            return AGAIN
+        if not all(p.same(waiting[0]) for p in waiting):
+            raise WatchError(f"{name}: several forward passes before a backward pass, and reentrant checkpointing does not "
+                             "tell which of them it repeats: use_reentrant=False")
+        now = waiting[-1]
+        now.calls.setdefault(name, now.hidden[name])
+        now.hidden[name] -= 1
+        return now
+
+    def tap(self, site, use, module, args, kwargs, y):
+        """Forward hook of a norm layer: pass its output through Tap. use: the site itself or one of its twins."""
+        if not site.parameters:
+            return None
+        now = self.enter(site.name)
+        if now is None or not y.requires_grad:
             return None
         x = args[0] if args else next(iter(kwargs.values()))
-        B = self.check_call(site, x, y)
-        B = now.segments[1] if now.segments else B
-        z = now.z.get(site.name)
+        B = self.check_call(site, use, x, y, now)
+        z = None if in_backward() else now.z.get(site.name)
         if z is None:
-            z = taps.Gather.apply(self.leaf(site, x), self.counts(x, B), B)
-            if now.inside:
+            leaf = self.leaf(site, x)
+            z = taps.Gather.apply(leaf, leaf[-taps.HEAD:].detach() if now is AGAIN else self.counts(now, x, B), B)
+            if not in_backward():
                 now.z[site.name] = z
-        return taps.Tap.apply(y, x, z, site.norm, self.batch_dim, now.segments, site.name in self.fused)
+        x = x.detach().clone() if use.norm.copies else x
+        return taps.Tap.apply(y, x, z, use.norm, self.batch_dim, now.segments, use.name in self.fused)
 
-    def check_call(self, site, x, y):
+    def check_call(self, home, site, x, y, now):
+        """Number of examples. What only repeats a call that was looked at already is not looked at."""
+        dim = 0 if site.norm.channels > 0 else self.batch_dim
+        if now is AGAIN:
+            return x.shape[dim]
         if is_dtensor(x) or is_dtensor(y):
             raise WatchError(f"{site.name}: an example is spread over ranks (sequence parallelism), so that no rank has its "
                              f"gradient. Watch a model without it, or skip=({site.name!r},)")
-        if site.hidden_calls > 1 and not self.current.inside:
+        if now.calls[home.name] > 1 and in_backward():
             raise WatchError(f"{site.name} is used several times in a forward pass under reentrant checkpointing, which runs "
                              "backward for each alone: use_reentrant=False")
-        dim = 0 if site.norm.channels > 0 else self.batch_dim
-        B, expected = x.shape[dim], self.current.B
+        if dim >= x.dim() - max(0, -site.norm.channels):
+            raise WatchError(f"{site.name}: its input {tuple(x.shape)} has no dimension of examples. One example is (1, ...)")
+        B, expected = x.shape[dim], now.B
         if expected is not None and B != expected:
-            raise WatchError(f"{site.name} sees {B} examples in its input {tuple(x.shape)}, the model sees {expected}: pass "
-                             f"batch_dim={1 - dim} if the batch is there, or skip=({site.name!r},) if it is folded away")
-        documents = self.current.segments and self.current.segments[0].shape
+            there = site.norm.channels < 0 and x.dim() > 2 and x.shape[1 - dim] == expected
+            raise WatchError(f"{site.name} sees {B} examples in its input {tuple(x.shape)}, the model sees {expected}: " + (
+                f"pass batch_dim={1 - dim} if the batch is there, or skip=({site.name!r},)" if there else
+                f"skip=({site.name!r},) leaves it out, where its input is the same for all examples or they are folded away"))
+        documents = now.segments and now.segments[0].shape
         if documents and (site.norm.channels > 0 or x.movedim(dim, 0).shape[:2] != documents):
             raise WatchError(f"{site.name}: its input {tuple(x.shape)} does not begin with {tuple(documents)}, the positions "
                              f"of w.segments. skip=({site.name!r},) leaves it out")
-        return B
+        return now.segments[1] if now.segments else B
+
+    def check_order(self, name, module, args, kwargs):
+        """Pre-hook of a layer that says where it has the batch. Where norm layers alone are looked at, (T, B, C) is a batch of
+        T. A layer of folded examples has a multiple of B there, and its other dimension may be B by chance."""
+        x, now, dim = args[0] if args else next(iter(kwargs.values()), None), self.current, 0 if module.batch_first else 1
+        if not (now.inside and now.B and isinstance(x, torch.Tensor) and x.dim() == 3):
+            return
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        if x.shape[dim] != now.B == x.shape[1 - dim] and (x.shape[:2] == now.shape[:2] or x.shape[dim] % now.B):
+            raise WatchError(
+                f"{name or 'the model'} has batch_first={module.batch_first}, so that its input {tuple(x.shape)} is "
+                f"{x.shape[dim]} examples to it and {now.B} to watch: pass batch_dim={dim} if the model's batch is there. If "
+                f"not, the layer mixes examples, and should have batch_first={not module.batch_first}")
 
     def leaf(self, site, x):
         """Made for the device that the model is on when it is used; a compiled model's are made before it is traced."""
@@ -267,15 +324,22 @@ class Watch:
                 site.leaf.register_post_accumulate_grad_hook(self.in_backward)
         return site.leaf
 
-    def counts(self, x, B):
-        key = torch.promote_types(x.dtype, torch.float32), x.device
-        if key not in self.current.counts:
-            self.current.counts[key] = taps.head(B, self.current.tokens or B, self.current.lengths, *key)
-        return self.current.counts[key]
+    def counts(self, now, x, B):
+        key = B, torch.promote_types(x.dtype, torch.float32), x.device
+        if key not in now.counts:
+            lengths = now.lengths
+            if lengths is not None and lengths.shape != (B,):
+                raise WatchError(f"{lengths.numel()} weights for {B} examples: w.weights takes one for each example"
+                                 + (", here document," if now.segments else "") + " of the next forward pass")
+            now.counts[key] = taps.head(B, now.tokens or B, lengths, *key[1:])
+        return now.counts[key]
 
     def weights(self, n):
         """What each example of the next forward pass weighs in its loss, (B,): number of its tokens, or any other measure."""
-        self.given = torch.as_tensor(n)
+        n = torch.as_tensor(n)
+        if n.device.type == "cpu" and not (n.dim() == 1 and bool((n >= 0).all()) and bool(n.sum() > 0)):
+            raise WatchError(f"w.weights({n.tolist()}): expected one weight for each example, none negative, not all zero")
+        self.given = n
 
     def segments(self, ids, n=None):
         """Documents packed into the rows of the next forward pass, which are the examples then: the number of each position's
@@ -284,7 +348,12 @@ class Watch:
         if self.exact:
             raise WatchError("w.segments works with mode='norm' and without calibration")
         ids = torch.as_tensor(ids)
-        self.documents = ids, int(ids.max()) + 1 if n is None else n
+        if ids.dim() != 2:
+            raise WatchError(f"w.segments: expected the document of each position, (B, T), got {tuple(ids.shape)}")
+        n = int(ids.max()) + 1 if n is None else n
+        if ids.device.type == "cpu":
+            inputs.check_documents(ids, n)
+        self.documents = ids, n
 
     # -- what a step costs
 
@@ -361,7 +430,7 @@ class Watch:
         scale = 1.0 if scale is None else scale.to(counts.device)  # .get_scale() would wait for the device
         pairs = torch.stack([number for pair in numbers.values() for number in pair]) / (scale * self.world()) ** 2
         calibrates = self.mode == "norm" and self.exact and self.exact.on
-        self.events, self.closed, self.asked = [], self.events, False
+        self.events, self.closed, self.asked, self.hidden = [], self.events, False, []
         self.waiting.append((torch.cat([counts, pairs]), list(numbers), self.current.whole, [] if calibrates else self.closed))
         self.steps += 1
         if self.exact and self.mode == "norm":
@@ -375,8 +444,7 @@ class Watch:
 
     def check_gradients(self):
         if not self.distributed() and not any(s.leaf is not None and s.leaf.grad is not None for s in self.watched):
-            raise WatchError("no watched layer got a gradient since the last step: was the model compiled before watch(model) "
-                             "(later hooks are ignored: watch first), or is w.step() before loss.backward()?")
+            raise WatchError(NO_GRADIENT)
 
     def norm_numbers(self):
         """({"norm": (q, big)}, counts), and "norm_adam" in Adam's metric; over all ranks. The leaves are emptied."""
@@ -384,13 +452,15 @@ class Watch:
         parts = []
         for s in self.sites:
             grad = None if s.leaf is None else s.leaf.grad
-            parts.append((s.size, torch.zeros(2 * s.size + taps.HEAD, device=device) if grad is None else grad))
+            grad = torch.zeros(2 * s.size + taps.HEAD, device=device) if grad is None else grad
+            parts.append(grad.split([s.size, s.size, taps.HEAD]))
             if s.leaf is not None:
                 s.leaf.grad = None
-        flat = torch.cat([g[:n] for n, g in parts] + [g[n:2 * n] for n, g in parts] + [
-            torch.stack([g[2 * n:] for n, g in parts]).amax(0)])  # a layer may be left out of some passes, never of all
+        of_trained = [[v for s, part in zip(self.sites, parts) for v in s.trained(part[i])] for i in (0, 1)]
+        flat = torch.cat([*of_trained[0], *of_trained[1],
+                          torch.stack([part[2] for part in parts]).amax(0)])  # a layer is left out of some passes, never of all
         self.sum_over_ranks(flat)
-        n = sum(s.size for s in self.sites)
+        n = (len(flat) - taps.HEAD) // 2
         sums, squares, counts = flat.split([n, n, taps.HEAD])
         numbers = {"norm": (squares.sum(), sums.square().sum())}
         metric = self.norm_metric()
@@ -478,9 +548,10 @@ class Watch:
 
     @property
     def skipped(self):
-        """Steps that were not measured: their gradient was not finite, or GradScaler left them out."""
+        """Steps that were not measured: their gradient was not finite, GradScaler left them out, or the loss was all one
+        example's."""
         self.fetch()
-        return self.overflows
+        return self.unmeasured
 
     def fetch(self):
         """Bring the averages up to date, with one transfer for all steps that wait."""
@@ -494,15 +565,16 @@ class Watch:
 
     def absorb(self, numbers, whole, events, passes, B, total, squares, own, tokens):
         if not all(abs(v) < float("inf") for pair in numbers.values() for v in pair):
-            self.overflows += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
+            self.unmeasured += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
             return
-        if B <= 1:
-            if not self.checked:
-                raise WatchError("one example in the whole step: its noise cannot be told from its gradient. Take a batch of "
-                                 "at least two, by micro-batch, accumulation or ranks")
+        if B == 1 and not self.checked:
+            raise WatchError("one example in the whole step: its noise cannot be told from its gradient. Take a batch of at "
+                             "least two, by micro-batch, accumulation or ranks")
+        h = (squares / total**2 if total else 0) if whole else own / passes**2
+        if B == 1 or not 0 < h < 1:
+            self.unmeasured += 1  # all weight is on one example, or on none
             return
         self.checked = True
-        h = squares / total**2 if whole else own / passes**2
         self.newest_length = tokens / B if total == B else total / B
         coverage = numbers.pop("coverage", None)
         if coverage:
@@ -634,79 +706,6 @@ class Watch:
             handle.remove()
         unfuse(self.fused)
         self.handles, self.fused = [], {}
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What can be watched
-
-
-def check_model(model):
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.DataParallel):
-            raise WatchError("DataParallel copies the model in every forward pass: start with torchrun, under DDP")
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise WatchError(f"{name or 'the model'} is compiled already, and torch.compile ignores later hooks: call "
-                             "watch(model) before torch.compile(model)")
-
-
-def find_sites(model, skip):
-    """(sites, {name: why not})."""
-    sites, left_out = [], {}
-    for name, module in model.named_modules():
-        own = [p for p in module._parameters.values() if p is not None]
-        if own and skips(name, skip):
-            left_out[name] = "skipped"
-        elif isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and own:
-            left_out[name] = MIXES
-        elif own:
-            norm = recognise(module)
-            if isinstance(norm, Norm) and any(p.requires_grad for p in own):
-                sites.append(Site(name, module, norm))
-            elif norm:
-                left_out[name] = "frozen" if isinstance(norm, Norm) else norm
-    return sites, left_out
-
-
-def skips(name, skip):
-    return any(name == s or name.startswith(f"{s}.") for s in skip)
-
-
-def tensors(values):
-    """All tensors in nested arguments, in order."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for v in values:
-            yield from tensors(v)
-    elif hasattr(values, "values"):
-        for v in values.values():
-            yield from tensors(v)
-
-
-def lengths_of(model, kwargs, B, segments):
-    """(B,) tokens of each example that count in the loss, or None where there is nothing to tell them from."""
-    labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
-    shift, counts = 0, None
-    if isinstance(labels, torch.Tensor):
-        if labels.dim() != 2 or labels.is_floating_point() or labels.shape[0] != B:
-            return None
-        shift = shift_of(model)
-        counts = labels[:, shift:] != IGNORED  # what position t predicts
-    elif isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] == B:
-        counts = mask
-    if segments is None:
-        return None if counts is None else counts.sum(1)
-    document, n = segments
-    document = document[:, :document.shape[1] - shift]
-    counts = torch.ones_like(document) if counts is None else counts.long()
-    return counts.new_zeros(n + 1).index_add_(0, document.reshape(-1) % (n + 1), counts.reshape(-1))[:n]
-
-
-def shift_of(model):
-    """1 where the model shifts labels to the left itself, as causal language models of Hugging Face do."""
-    inner = next((m for m in model.modules() if hasattr(type(m), "loss_function")), None)
-    causal = inner is not None and inner.loss_type in (None, "ForCausalLM", "ForConditionalGeneration")
-    return int(causal and not inner.config.is_encoder_decoder)
 
 
 def is_dtensor(t):

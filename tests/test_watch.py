@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rightbatch import WatchError, gns, watch
-from tests.watching import Encoder, Plain, ids, loop, pair_of, plain, randomise, site_errors
+from tests.watching import Encoder, Plain, check_step, ids, loop, pair_of, plain, randomise, site_errors
 
 NORMS = ["first.weight", "first.bias", "second.weight"]
 
@@ -381,11 +381,119 @@ def test_checkpointing_keeps_no_input_alive():
     self_first = model.first
     w = watch(model)
     x = torch.randn(4, 6, 16, requires_grad=True)
-    y = checkpoint(inside, x, use_reentrant=False)
+    with w.batch(x):
+        y = checkpoint(inside, x, use_reentrant=False)
     gc.collect()
     alive = [ref() is not None for ref in kept]
     y.sum().backward()
     assert w.sites[0].leaf.grad is not None and alive == [False]
+
+
+class OneParameter(Plain):
+    """Two norm layers, one Parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.RMSNorm(16)
+        self.second.weight = self.first.weight
+
+
+def test_norm_layers_with_one_parameter_have_one_gradient():
+    torch.manual_seed(0)
+    model, idx = randomise(OneParameter()), ids()
+    truth = truth_of(model, idx)
+    w = watch(model)
+    for part in idx.split(2):
+        (model(part) / 2).backward()
+    w.step()
+    check_step(w, truth, ["first.weight"])
+    assert [site.name for site in w.sites] == ["first"] and not w.left_out
+
+
+def test_norm_layers_that_share_a_weight_but_no_bias_are_left_out_with_a_word():
+    model = Plain()
+    model.third = nn.LayerNorm(16)
+    model.third.weight = model.first.weight
+    assert watch(model).left_out == {"first": "shares a part of its parameters with third",
+                                     "third": "shares a part of its parameters with first"}
+
+
+@pytest.mark.parametrize("trained", ["bias", "weight"])
+def test_only_trained_parameters_count(trained):
+    """Biases alone are trained in BitFit."""
+    model, idx = plain(), ids()
+    for name, p in model.named_parameters():
+        p.requires_grad = name.endswith(trained)
+    names = [name for name in NORMS if name.endswith(trained)]
+    truth = truth_of(model, idx)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    w = watch(model, optimizer)
+    for _ in range(2):
+        model(idx).backward()
+        optimizer.step()
+        check_step(w, truth, names)
+        optimizer.zero_grad()
+    assert "gns/norm_adam" in w.row()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_that_changes_a_norms_output_changes_nothing_in_its_gradients(before):
+    model, idx = plain(), ids()
+    w = None if before else watch(model)
+    model.first.register_forward_hook(lambda module, args, y: 3 * y)
+    truth = truth_of(model, idx)
+    w = w or watch(model)
+    model(idx).backward()
+    w.step()
+    check_step(w, truth, NORMS)
+
+
+class Upcast(nn.Module):
+    """As Llama's: computes in float32, so that its bf16 input is not needed for the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return self.weight * nn.functional.rms_norm(x.float(), (16,), None, 1e-6).to(x.dtype)
+
+
+class InPlaceResidual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.hidden = nn.Embedding(32, 16), Upcast(), nn.Linear(16, 16)
+
+    def forward(self, idx):
+        x = self.embedding(idx) * 1
+        x += self.hidden(self.norm(x))
+        return x.float().square().mean()
+
+
+def test_an_input_that_is_changed_in_place_is_copied_from_the_second_step_on():
+    torch.manual_seed(0)
+    model, idx = randomise(InPlaceResidual()).bfloat16(), ids()
+    w = watch(model)
+    with pytest.warns(UserWarning, match="norm: its input is changed in place after it"):
+        model(idx).backward()
+    w.step()
+    assert w.last is None and w.skipped == 1
+    model(idx).backward()
+    w.step()
+    check_last(w, *pair_of(truth_of(model, idx), ["norm.weight"]), 4, rtol=0.05)  # bf16 keeps 8 bits
+
+
+@pytest.mark.parametrize("skip", [("nothing",), "frist", ["first", "block.*.norm"]], ids=str)
+def test_a_name_to_skip_that_matches_nothing_is_refused(skip):
+    with pytest.raises(WatchError, match="matches no module" + (": did you mean 'first'" if skip == "frist" else "")):
+        watch(plain(), skip=skip)
+
+
+def test_names_to_skip_may_be_patterns():
+    assert [site.name for site in watch(plain(), skip="f*t").sites] == ["second"]
+    model = nn.Sequential(Plain(), Plain())
+    assert [site.name for site in watch(model, skip="*.first").sites] == ["0.second", "1.second"]
+    assert [site.name for site in watch(model, skip="1").sites] == ["0.first", "0.second"]
 
 
 # -- modes of training
