@@ -84,7 +84,7 @@ class Callback:
     def on_before_optimizer_step(self, trainer, module, optimizer):
         """Not by the optimizer's own hook: Lightning runs backward inside of optimizer.step."""
         self.w.attach(optimizer)
-        self.w.step()
+        self.w.step_if_begun()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         self.opened.__exit__(None, None, None)

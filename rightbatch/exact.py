@@ -108,7 +108,7 @@ class Exact:
         if layer.leaf is None or layer.leaf.device != y.device or layer.leaf.dtype != dtype:
             layer.leaf = torch.zeros(2 + taps.HEAD, dtype=dtype, device=y.device, requires_grad=True)
             if not self.owner.sites:
-                layer.leaf.register_post_accumulate_grad_hook(self.owner.in_backward)
+                layer.leaf.register_post_accumulate_grad_hook(self.owner.ask_for_the_end)
         return layer.leaf
 
     def measure(self, layer, rows, x, dy):
@@ -214,11 +214,12 @@ class Exact:
         used = self.used_layers()
         covered = {p for la in used for p in la.parameters}
         elsewhere = {p for site in norm_sites for p in site.parameters}
-        first = next(iter(self.sums.values()))
+        sums = self.sums_everywhere()
+        first = next(iter(sums.values()))
         grads = [la.leaf.grad for la in used] or [first.new_zeros(2 + taps.HEAD)]
         q, counts = torch.stack([g[:2] for g in grads]).sum(0), torch.stack([g[2:] for g in grads]).amax(0)
         big, weighted, rest = (first.new_zeros(()) for _ in range(3))
-        for p, s in self.sums.items():
+        for p, s in sums.items():
             self.owner.sum_over_ranks(s)
             if p in covered:
                 metric = self.owner.metric_of(p)
@@ -228,6 +229,13 @@ class Exact:
                 rest = rest + s.square().sum()
         self.forget()
         return (q[0], big, q[1], weighted, rest), counts
+
+    def sums_everywhere(self):
+        """Several ranks add up the same parameters in the same order, also those that got no gradient on some of them."""
+        if not self.owner.distributed():
+            return self.sums
+        return {p: self.sums[p] if p in self.sums else torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+                for p in self.parameters}
 
     def forget(self):
         self.sums, self.silent = {}, set(self.left_out)

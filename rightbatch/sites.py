@@ -46,6 +46,9 @@ def check_model(model):
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.DataParallel):
             raise WatchError("DataParallel copies the model in every forward pass: start with torchrun, under DDP")
+        if type(module).__name__ == "FullyShardedDataParallel":
+            raise WatchError("FullyShardedDataParallel has flat parameters in place of the layers' own: take fully_shard, or "
+                             "watch(model) before FullyShardedDataParallel(model, use_orig_params=True)")
         if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
             raise WatchError(f"{name or 'the model'} is compiled already, and torch.compile ignores later hooks: call "
                              "watch(model) before torch.compile(model)")

@@ -68,6 +68,9 @@ class Tap(torch.autograd.Function):
     def backward(ctx, dy):
         if torch.compiler.is_compiling():
             return dy, None, norm_rows(ctx.norm, dy, *ctx.saved_tensors, *ctx.args), None, None, None, None
+        if torch.is_grad_enabled():
+            warnings.warn("backward with create_graph=True: what a gradient of gradients adds, as in a gradient penalty, does "
+                          "not come by here and is not measured", stacklevel=2)
         try:
             c = norm_rows(ctx.norm, dy, *ctx.saved_tensors, *ctx.args) if ctx.needs_input_grad[2] else None
         except RuntimeError as error:

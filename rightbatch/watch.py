@@ -34,6 +34,7 @@ from rightbatch.sites import MIXES, check_model, find_sites, skips
 from rightbatch.tracker import EARLY, named, scale_row
 
 FETCH = 512     # steps that may wait on the device when nobody asks for a report
+LONGEST = 4096  # moments of a step that are kept: more only where no step is ever closed
 NO_GRADIENT = ("no watched layer got a gradient since the last step: was the model compiled before watch(model) (later hooks "
                "are ignored: watch first), is w.step() before loss.backward(), or are the gradients torch.func's?")
 ORDERED = torch.nn.MultiheadAttention, torch.nn.RNNBase  # layers that know where the batch is: batch_first
@@ -45,7 +46,7 @@ def watch(model, optimizer=None, *, mode="norm", fused=False, calibrate_every=0,
     A Watch of the model: print it, or log its row().
 
     model             finds LayerNorms and RMSNorms by what they do; w.left_out says what it left out, and why
-    optimizer         closes steps by itself, reports in Adam's metric, too, and lets w.whatif() time the update
+    optimizer         closes steps by itself, reports in Adam's metric, too, and lets w.whatif() time the update; or a list
     mode              "norm", or "exact": all layers that can be had, at the price of their gradients once more
     fused             let our kernels compute the norm layers that are recognised, and their taps: faster, the same up to
                       rounding. On a CPU they are compiled once, which takes half a minute
@@ -98,39 +99,45 @@ class Watch:
 
     def __init__(self, model, optimizer, *, mode, fused, calibrate_every, batch_dim, skip, scaler, half_life_tokens, lengths,
                  token_mean, group, close_steps):
-        for name, value, choices in (("mode", mode, ("norm", "exact")), ("lengths", lengths, ("auto", "equal")),
-                                     ("token_mean", token_mean, ("auto", "micro", "step"))):
-            if value not in choices:
-                raise WatchError(f"{name}={value!r}: expected one of {', '.join(choices)}")
-        while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
-            scaler, optimizer = scaler or getattr(optimizer, "scaler", None), optimizer.optimizer
-        self.model, self.optimizer, self.scaler, self.group = model, optimizer, scaler, group
+        check_options(model, mode=mode, lengths=lengths, token_mean=token_mean, batch_dim=batch_dim,
+                      half_life_tokens=half_life_tokens, calibrate_every=calibrate_every)
+        self.model, self.scaler, self.group = model, scaler or scaler_of(optimizer), group
         self.batch_dim, self.lengths, self.token_mean, self.half_life_tokens = batch_dim, lengths, token_mean, half_life_tokens
         self.calibrate_every, self.facts = calibrate_every, inputs.facts_of(model)
         self.current, self.given, self.documents = Pass(), None, None
+        self.opened = False  # since the last step
         self.calls, self.hidden = 0, []  # calls of the model at work; passes with layers to be called again
         self.waiting, self.checked, self.steps = [], False, 0
         self.newest, self.newest_length, self.unmeasured = None, None, 0  # of the steps that were fetched
-        self.find(model, mode, [skip] if isinstance(skip, str) else skip)
-        self.fused = fuse(self.sites) if fused else {}
         self.scales, self.covered = {}, [0.0, 0.0]
         self.calibrations = {}  # "", and "_adam" in Adam's metric
-        self.timed, self.timer, self.saved_times = None, None, None
+        self.timer, self.saved_times, self.quantum = None, None, 1
         self.asked = False  # to be told when the backward pass at work is over
         self.events, self.closed = [], None  # moments (step_time.from_hooks) of the step at work, of the one in the optimizer
+        self.optimizers, self.groups = [], {}  # parameter -> (its optimizer, its group there)
+        self.stepped = []  # optimizers, since the last step was closed
         self.depth = 0  # of optimizer.step: a subclass that calls the one of its base runs the hooks twice
-        self.quantum, self.groups = 1, {}  # of the optimizer: parameter -> its group
-        self.scaler_states = getattr(scaler, "_per_optimizer_states", None)
-        self.handles = [model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True)]
+        self.had_gradients = False  # the parameters themselves, behind a backward pass of this step
+        self.idle = 0  # times that the optimizer stepped, or gradients were thrown away, before the first step was closed
+        self.scaler_states = getattr(self.scaler, "_per_optimizer_states", None)
+        self.handles, self.exact, self.fused, self.close_steps = [], None, {}, close_steps
+        try:
+            self.find(model, mode, [skip] if isinstance(skip, str) else skip)
+            self.fused = fuse(self.sites) if fused else {}
+            self.hook_in(model)
+            self.attach(optimizer)
+        except BaseException:
+            self.close()  # who is refused has the model as it was
+            raise
+
+    def hook_in(self, model):
+        self.handles.append(model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True))
         self.handles += [m.register_forward_pre_hook(Hook(self.check_order, name), with_kwargs=True)
                          for name, m in model.named_modules() if isinstance(m, ORDERED)]
         for site in self.sites:  # ahead of hooks of the user's, which may change what a layer returns
             self.handles += [use.module.register_forward_hook(Hook(self.tap, site, use), with_kwargs=True, prepend=True)
                              for use in (site, *site.twins)]
         self.handles.append(model.register_forward_hook(Hook(self.end), always_call=True))
-        self.close_steps = close_steps
-        if optimizer is not None:
-            self.attach(optimizer)
 
     def find(self, model, mode, skip):
         check_model(model)
@@ -141,19 +148,30 @@ class Watch:
             mode = "exact"
         if mode == "norm" and not self.sites:
             raise WatchError("nothing to watch: " + (
-                "its BatchNorm mixes examples: no example has a gradient of its own" if MIXES in self.left_out.values() else
+                f"its {MIXES}" if MIXES in self.left_out.values() else
                 "it has no norm layer with a weight: mode='exact' watches the other layers"))
         exact = mode == "exact" or self.calibrate_every
         self.mode, self.exact = mode, Exact(model, self, lambda name: skips(name, skip)) if exact else None
         if mode == "exact" and not self.sites and not self.exact.layers:
             raise WatchError("nothing to watch: no layer that is trained is a norm, linear, embedding or convolution")
+        self.mixing = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        self.check_mixing()
         self.make_leaves()
+
+    def check_mixing(self):
+        """BatchNorm takes its statistics from the batch in training, and from what it has seen otherwise."""
+        if not any(m.training or m.running_mean is None for m in self.mixing):
+            return
+        if not self.sites:
+            raise WatchError(f"nothing to watch: its {MIXES}. model.eval() on the BatchNorm layers freezes their statistics")
+        warnings.warn(f"{MIXES}. What is measured in other layers is off by as much as that matters", stacklevel=5)
+        self.mixing = []  # said once
 
     def make_leaves(self):
         """Ahead of the layers, which may be compiled: a leaf is not made within a graph."""
         for site in self.sites:
-            if site.leaf is None and not site.parameters[0].is_meta:
-                self.leaf(site, site.parameters[0])
+            if site.leaf is None and not site.weight_and_bias[0].is_meta:
+                self.leaf(site, site.weight_and_bias[0])
 
     # -- in the forward pass
 
@@ -177,20 +195,40 @@ class Watch:
         finally:
             self.end()
 
-    def forget_skipped(self):
-        """GradScaler leaves out a step that overflowed: the optimizer's hook does not run, and what that step left must not go
-        into the next. Its update() puts a new dict in the place of the old one, which tells without asking the device."""
-        if self.scaler is None or torch.compiler.is_compiling():
+    def begun(self):
+        """Whether a layer has a gradient since the last step."""
+        return any(s.leaf is not None and s.leaf.grad is not None for s in self.watched)
+
+    def forget(self):
+        """Leave out what came since the last step, of a batch that you throw away. Goes without saying where its gradients are
+        set to None, as optimizer.zero_grad() does, and where GradScaler skips a step."""
+        if self.begun():
+            self.unmeasured += 1
+        self.events, self.hidden, self.had_gradients = [], [], False
+        for s in self.watched:
+            if s.leaf is not None:
+                s.leaf.grad = None
+        if self.exact:
+            self.exact.forget()
+
+    def forget_what_was_thrown_away(self):
+        """What a step left that never ended must not go into the next. GradScaler leaves out a step that overflowed, and the
+        optimizer's hook does not run; its update() puts a new dict in the place of the old one, which tells without asking the
+        device. Others set gradients to None that were there behind the backward pass. Sharded ones may only be elsewhere."""
+        if torch.compiler.is_compiling():
             return
         states = getattr(self.scaler, "_per_optimizer_states", None)
-        if states is not self.scaler_states and any(s.leaf is not None and s.leaf.grad is not None for s in self.watched):
-            self.unmeasured += 1
-            self.events = []
-            for s in self.watched:
-                s.leaf.grad = None
-            if self.exact:
-                self.exact.sums = {}
+        gone = self.had_gradients and not any(p.grad is not None or is_dtensor(p) for s in self.watched for p in s.parameters)
+        if self.begun() and (gone or states is not self.scaler_states):
+            self.forget()
+            self.nothing_to_close("batches were thrown away, their gradients set to None, and no step was closed: call "
+                                  "w.step() after the last backward pass of a step, or give watch the optimizer")
         self.scaler_states = states
+
+    def nothing_to_close(self, words):
+        self.idle += not self.steps
+        if self.idle == 3:
+            warnings.warn(words, stacklevel=2)
 
     def open_pass(self, args, kwargs, frame=None):
         if not torch.is_grad_enabled() or in_transform():
@@ -203,9 +241,11 @@ class Watch:
                 now.lengths = inputs.lengths_of(self.facts, given, now.B, now.segments)
             return
         self.depth = 0  # an optimizer.step that raised did not say that it was over
+        self.forget_what_was_thrown_away()
         self.passed("forward")
-        self.forget_skipped()
         self.make_leaves()
+        if self.mixing and not torch.compiler.is_compiling():
+            self.check_mixing()
         first = inputs.first_input(given)
         B = None if first is None else first.shape[self.batch_dim]
         tokens = 0 if first is None else first.numel() if not first.is_floating_point() else B
@@ -213,6 +253,7 @@ class Watch:
         if lengths is None and self.lengths == "auto":
             lengths = inputs.lengths_of(self.facts, given, B, segments)
         whole = self.token_mean == "step" or self.token_mean == "auto" and inputs.one_mean_per_step(self.facts, given)
+        self.opened = True
         self.current = Pass(B, () if first is None else first.shape, tokens, lengths, whole, segments, True, self.calls, frame)
 
     def end(self, *_):
@@ -320,8 +361,7 @@ class Watch:
         dtype = torch.promote_types(x.dtype, torch.float32)
         if site.leaf is None or site.leaf.device != x.device or site.leaf.dtype != dtype:
             site.leaf = taps.new_leaf(site.size, dtype, x.device)
-            if site is self.sites[-1]:
-                site.leaf.register_post_accumulate_grad_hook(self.in_backward)
+            site.leaf.register_post_accumulate_grad_hook(self.ask_for_the_end)
         return site.leaf
 
     def counts(self, now, x, B):
@@ -358,11 +398,13 @@ class Watch:
     # -- what a step costs
 
     def attach(self, optimizer):
-        """The optimizer whose metric is reported, and whose step ends a step."""
-        if optimizer is not self.timed:
-            self.handles += [optimizer.register_step_pre_hook(self.before_optimizer),
-                             optimizer.register_step_post_hook(lambda *_: self.updated())]
-        self.optimizer, self.timed, self.groups = optimizer, optimizer, {}
+        """An optimizer, or several, whose metric is reported, and whose step ends a step."""
+        for each in single(optimizer):
+            if not any(each is other for other in self.optimizers):
+                self.optimizers.append(each)
+                self.handles += [each.register_step_pre_hook(self.before_optimizer),
+                                 each.register_step_post_hook(lambda it, *_: self.updated(it))]
+        self.groups = {}
 
     def clock(self):
         """Made when training begins: before, the model may be on another device, or on none."""
@@ -373,33 +415,34 @@ class Watch:
         return self.timer
 
     def start(self):
-        """Before the first forward pass of a step: its time counts from here. Only a compiled model needs it, for w.whatif()
-        and with a GradScaler: hooks inside of it cannot look at a clock, nor at the scaler."""
-        self.forget_skipped()
+        """Before the first forward pass of a step: its time counts from here. Only a compiled model needs it, for w.whatif(),
+        with a GradScaler, and where you throw batches away: hooks inside of it cannot look at a clock, nor at gradients."""
+        self.forget_what_was_thrown_away()
         self.passed("start")
 
     def passed(self, what):
-        if self.timed and not torch.compiler.is_compiling():
+        if self.optimizers and not torch.compiler.is_compiling():
+            self.events = self.events[-LONGEST:]
             self.events.append((what, self.clock().now()))
 
-    def in_backward(self, leaf):
-        """Some layer has its gradient: look at the clock when all have theirs."""
-        if self.timed and not self.asked:
+    def ask_for_the_end(self, leaf):
+        """Some layer has its gradient: look at the clock, and at the parameters, when all have theirs."""
+        if not self.asked:
             self.asked = True
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_over)
 
     def backward_over(self):
         self.asked = False
         self.passed("backward")
+        self.had_gradients = self.had_gradients or any(p.grad is not None for s in self.watched for p in s.parameters)
 
-    def updated(self):
-        """The optimizer has stepped. If the next forward pass began before, nothing can be told."""
+    def updated(self, optimizer):
+        """An optimizer has stepped, perhaps not the last. If the next forward pass began before, nothing can be told."""
         self.depth = max(0, self.depth - 1)
-        if self.depth:
+        if self.depth or self.closed is None or self.events or any(optimizer is other for other in self.stepped):
             return
-        if self.closed is not None and not self.events:
-            self.closed.append(("update", self.clock().now()))
-        self.closed = None
+        self.stepped.append(optimizer)
+        self.closed[:] = [event for event in self.closed if event[0] != "update"] + [("update", self.clock().now())]
 
     # -- after the backward passes of a step
 
@@ -410,18 +453,32 @@ class Watch:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            return self.step()
+            return self.step_if_begun()
 
         def closure_and_step():
             loss = closure()
-            self.step()
+            self.step_if_begun()
             return loss
         return (optimizer, closure_and_step), {}
 
-    @torch.no_grad()
     def step(self):
         """Close a step: after its last backward pass, before the optimizer moves. Nothing waits for the device."""
-        self.check_gradients()
+        if not self.handles:
+            raise WatchError("w.step() behind w.close(): nothing is watched any more. watch(model) begins anew")
+        if not self.distributed() and not self.begun():
+            raise WatchError(NO_GRADIENT)
+        self.close_step(asked=True)
+
+    def step_if_begun(self):
+        """The same for whoever does not know whether there is anything to close. Optimizers step without gradients: when
+        torch.distributed.checkpoint makes their state, or the second one of two that follow one backward pass."""
+        if self.begun() or self.distributed() and self.opened:
+            self.close_step(asked=False)
+        else:
+            self.nothing_to_close(NO_GRADIENT)
+
+    @torch.no_grad()
+    def close_step(self, asked):
         numbers, counts = self.norm_numbers() if self.sites else ({}, None)
         if self.exact and self.exact.on:
             more, counts = self.exact_numbers(numbers, counts)
@@ -430,8 +487,10 @@ class Watch:
         scale = 1.0 if scale is None else scale.to(counts.device)  # .get_scale() would wait for the device
         pairs = torch.stack([number for pair in numbers.values() for number in pair]) / (scale * self.world()) ** 2
         calibrates = self.mode == "norm" and self.exact and self.exact.on
-        self.events, self.closed, self.asked, self.hidden = [], self.events, False, []
-        self.waiting.append((torch.cat([counts, pairs]), list(numbers), self.current.whole, [] if calibrates else self.closed))
+        self.events, self.closed, self.asked, self.hidden, self.stepped = [], self.events, False, [], []
+        self.had_gradients = self.opened = False
+        events = [] if calibrates else self.closed
+        self.waiting.append((torch.cat([counts, pairs]), list(numbers), self.current.whole, events, asked))
         self.steps += 1
         if self.exact and self.mode == "norm":
             self.exact.on = self.steps % self.calibrate_every == 0
@@ -441,10 +500,6 @@ class Watch:
     @property
     def watched(self):
         return [*self.sites, *(self.exact.layers if self.exact else ())]
-
-    def check_gradients(self):
-        if not self.distributed() and not any(s.leaf is not None and s.leaf.grad is not None for s in self.watched):
-            raise WatchError(NO_GRADIENT)
 
     def norm_numbers(self):
         """({"norm": (q, big)}, counts), and "norm_adam" in Adam's metric; over all ranks. The leaves are emptied."""
@@ -463,14 +518,14 @@ class Watch:
         n = (len(flat) - taps.HEAD) // 2
         sums, squares, counts = flat.split([n, n, taps.HEAD])
         numbers = {"norm": (squares.sum(), sums.square().sum())}
-        metric = self.norm_metric()
+        metric = self.norm_metric(n)
         if metric is not None:
             numbers["norm_adam"] = (metric * squares).sum(), (metric * sums.square()).sum()
         return numbers, counts
 
-    def norm_metric(self):
-        """Adam's metric of all watched norm parameters in one vector, or None. Those of one group of the optimizer step
-        together, so that a few operations do for all."""
+    def norm_metric(self, n):
+        """Adam's metric of all watched norm parameters in one vector of n numbers, or None. Those of one group of the optimizer
+        step together, so that a few operations do for all."""
         parameters = [p for s in self.sites for p in s.parameters]
         groups = [self.adam_group(p) for p in parameters]
         if any(group is None for group in groups):
@@ -479,8 +534,9 @@ class Watch:
         for _, members in itertools.groupby(zip(groups, parameters), key=lambda pair: id(pair[0])):
             members = list(members)
             moments = torch.cat([self.second_moment(p).reshape(-1) for _, p in members])
-            parts.append(self.adam_metric(moments, *members[0]))
-        return torch.cat(parts)
+            parts.append(self.adam_metric(moments, members[0][1]))
+        metric = torch.cat(parts)
+        return metric if len(metric) == n else None  # FSDP's older kind has shards in their places
 
     def exact_numbers(self, norm, counts):
         """The same for all layers; "coverage": |G|^2 of what is measured, and of all that is trained."""
@@ -497,27 +553,29 @@ class Watch:
 
     def metric_of(self, p):
         """Adam's metric of a parameter, or None: another optimizer, or before its first step."""
-        group = self.adam_group(p)
-        return None if group is None else self.adam_metric(self.second_moment(p), group, p)
+        return None if self.adam_group(p) is None else self.adam_metric(self.second_moment(p), p)
 
-    def adam_metric(self, moments, group, p):
-        """Of second moments that have made as many steps as p."""
-        step = self.optimizer.state[p]["step"]
+    def adam_metric(self, moments, p):
+        """Of second moments that have made as many steps as p, in its group."""
+        optimizer, group = self.groups[p]
+        step = optimizer.state[p]["step"]
         if getattr(step, "device", None) != moments.device:  # on the host: a copy would wait for the device, a number does not
             step = torch.full((), float(step), device=moments.device)
         return adam_metric([moments], step, group["betas"][1], group["eps"])[0]
 
     def second_moment(self, p):
-        v = self.optimizer.state[p]["exp_avg_sq"]
+        """What Adam divides by the root of: with amsgrad, the largest so far."""
+        state = self.groups[p][0].state[p]
+        v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
         return v.full_tensor() if is_dtensor(v) else v
 
     def adam_group(self, p):
         """The group of the optimizer that p is in, if Adam steps there and has a second moment of p."""
-        if self.optimizer is None or "exp_avg_sq" not in self.optimizer.state.get(p, {}):
+        if not any("exp_avg_sq" in optimizer.state.get(p, {}) for optimizer in self.optimizers):
             return None
         if p not in self.groups:
-            self.groups = {other: group for group in self.optimizer.param_groups for other in group["params"]}
-        return self.groups[p] if "betas" in self.groups[p] else None  # Adafactor has no betas
+            self.groups = {other: (o, group) for o in self.optimizers for group in o.param_groups for other in group["params"]}
+        return self.groups[p][1] if "betas" in self.groups[p][1] else None  # Adafactor has no betas
 
     def distributed(self):
         return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
@@ -559,11 +617,16 @@ class Watch:
             return
         waiting, self.waiting = self.waiting, []
         flat = iter(torch.cat([numbers.double() for numbers, *_ in waiting]).tolist())
-        for _, names, whole, events in waiting:
+        for _, names, *about in waiting:
             counts = [next(flat) for _ in range(taps.HEAD)]
-            self.absorb({name: (next(flat), next(flat)) for name in names}, whole, events, *counts)
+            self.absorb({name: (next(flat), next(flat)) for name in names}, *about, *counts)
 
-    def absorb(self, numbers, whole, events, passes, B, total, squares, own, tokens):
+    def absorb(self, numbers, whole, events, asked, passes, B, total, squares, own, tokens):
+        if passes == 0:  # on no rank: alone, it was noticed before
+            self.steps -= 1
+            if asked and not self.checked:
+                raise WatchError(NO_GRADIENT)
+            return self.nothing_to_close(NO_GRADIENT)
         if not all(abs(v) < float("inf") for pair in numbers.values() for v in pair):
             self.unmeasured += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
             return
@@ -634,7 +697,7 @@ class Watch:
         cost = estimate and Cost(estimate["fixed"], estimate["per_sequence"], "measured")
         if cost is None:
             missing.append("What a step costs is not known: " + (
-                "give watch the optimizer, whose step ends it." if not self.timed else
+                "give watch the optimizer, whose step ends it." if not self.optimizers else
                 "Apple's MPS does not tell the time without waiting." if self.timer and self.timer.device == "mps" else
                 f"too few steps were timed, {step_time.WARM_UP} to warm up not counted. In a compiled model, call w.start() "
                 "before a step's first forward pass."))
@@ -673,6 +736,8 @@ class Watch:
         words = [f"noise scale {self.say(name)} sequences"]
         if f"{name}_adam" in self.scales:
             words.append(f"in Adam's metric {self.say(name + '_adam')}")
+        if not self.steps and self.begun():
+            words.append("no step was closed yet: call w.step() after its last backward pass, or give watch the optimizer")
         whole = self.whole_noise() if self.calibrations else (None,)
         if whole[0]:
             words.append("of {} {:.3g} [{:.3g}, {:.3g}]".format(whole[1], *whole[0]))
@@ -706,6 +771,44 @@ class Watch:
             handle.remove()
         unfuse(self.fused)
         self.handles, self.fused = [], {}
+
+
+def check_options(model, *, half_life_tokens, calibrate_every, **options):
+    choices = {"mode": ("norm", "exact"), "lengths": ("auto", "equal"), "token_mean": ("auto", "micro", "step"),
+               "batch_dim": (0, 1)}
+    if not isinstance(model, torch.nn.Module):
+        raise WatchError(f"watch(model): expected a torch.nn.Module, got {type(model).__name__}")
+    for name, value in options.items():
+        if value not in choices[name]:
+            raise WatchError(f"{name}={value!r}: expected one of {', '.join(map(str, choices[name]))}")
+    if not half_life_tokens > 0:
+        raise WatchError(f"half_life_tokens={half_life_tokens!r}: expected a number of tokens above 0")
+    if calibrate_every != int(calibrate_every) or calibrate_every < 0:
+        raise WatchError(f"calibrate_every={calibrate_every!r}: expected a number of steps, or 0 for none")
+
+
+def single(optimizer):
+    """[optimizer] without what may be around it: a list, torchtitan's container, accelerate's wrapper."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, (list, tuple)):
+        return [one for each in optimizer for one in single(each)]
+    inner = getattr(optimizer, "optimizers", None) or getattr(optimizer, "optimizer", None)
+    if inner is not None:
+        return single(inner)
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        raise WatchError(f"optimizer: expected a torch.optim.Optimizer or a list of them, got {type(optimizer).__name__}")
+    return [optimizer]
+
+
+def scaler_of(optimizer):
+    """accelerate's wrapper has the GradScaler."""
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        while each is not None:
+            if getattr(each, "scaler", None) is not None:
+                return each.scaler
+            each = getattr(each, "optimizer", None)
+    return None
 
 
 def is_dtensor(t):
