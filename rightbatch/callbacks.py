@@ -78,17 +78,16 @@ class Callback:
     def on_train_batch_start(self, trainer, module, batch, index):
         """A LightningModule's training_step is called, not the module: what its input is, the batch says."""
         self.w.start()
-        self.w.open_pass(module, (batch,), batch if hasattr(batch, "keys") else {})
-
-    def on_before_backward(self, trainer, module, loss):
-        self.w.end()
+        self.opened = self.w.batch(batch)
+        self.opened.__enter__()
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         """Not by the optimizer's own hook: Lightning runs backward inside of optimizer.step."""
         self.w.attach(optimizer)
-        self.w.step()
+        self.w.step_if_begun()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
+        self.opened.__exit__(None, None, None)
         if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:
             module.log_dict(self.numbers())
 

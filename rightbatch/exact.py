@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 
 from rightbatch import per_example, taps
+from rightbatch.passes import AGAIN
 from rightbatch.recognise import WatchError
 
 CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d)
+OWN_FORWARD = "has a forward pass of its own"
 
 
 @dataclass
@@ -24,7 +26,6 @@ class Layer:
     kind: str  # linear, transposed (GPT-2's Conv1D), embedding, convolution
     module: torch.nn.Module
     leaf: torch.Tensor | None = None
-    calls: int = 0                       # in this forward pass
     sums: dict | None = None             # parameter -> sum_b c_b, in the first step, for comparison
     checked: bool = False
 
@@ -34,10 +35,13 @@ class Layer:
 
 
 def kind_of(module):
-    """What a module computes, or None."""
+    """What a module computes, or None; OWN_FORWARD where it does more than its name says."""
     weight = module._parameters.get("weight")
     if weight is None or not any(p is not None and p.requires_grad for p in module._parameters.values()):
         return None
+    for plain in (torch.nn.Linear, torch.nn.Embedding, *CONVOLUTIONS):
+        if isinstance(module, plain) and type(module).forward is not plain.forward:
+            return OWN_FORWARD
     if isinstance(module, torch.nn.Linear):
         return "linear"
     if isinstance(module, torch.nn.Embedding):
@@ -54,25 +58,21 @@ class Exact:
 
     def __init__(self, model, owner, skipped):
         self.owner, self.on, self.handles = owner, True, []
-        self.layers = [Layer(name, kind, module) for name, module in model.named_modules()
-                       if (kind := kind_of(module)) and not skipped(name)]
+        layers = [Layer(name, kind, module) for name, module in model.named_modules()
+                  if (kind := kind_of(module)) and not skipped(name)]
         self.parameters = {p: name for name, p in model.named_parameters() if p.requires_grad}
         if any(hasattr(p, "placements") for p in self.parameters):
             raise WatchError("mode='exact' needs whole gradients, and these are sharded: mode='norm' works under FSDP")
-        self.left_out, self.sums = {}, {}
-        self.picked = {}  # weight -> ids of its embedding in this pass, then (ids, those rows of its head's c_b)
+        self.left_out, self.sums = unmeasurable(model, layers), {}
+        self.layers = [layer for layer in layers if layer.name not in self.left_out]
+        self.silent = set()  # left out since an earlier step. Within a step all calls are alike: checkpointing compares them
         for layer in self.layers:
             if layer.kind == "embedding":
                 self.handles.append(layer.module.register_forward_pre_hook(owner.hook(self.expand)))
-            self.handles.append(layer.module.register_forward_hook(owner.hook(self.tap, layer)))
+            self.handles.append(layer.module.register_forward_hook(owner.hook(self.tap, layer), with_kwargs=True, prepend=True))
         self.handles += [p.register_hook(owner.hook(self.add, p)) for p in self.parameters]
 
     # -- in the forward and backward passes
-
-    def begin(self):
-        self.picked = {}  # a dict of its own for each pass: backward may come after the next forward
-        for layer in self.layers:
-            layer.calls = 0
 
     def add(self, parameter, grad):
         if self.on:
@@ -86,27 +86,29 @@ class Exact:
             return (args[0].expand(B, -1), *args[1:])
         return None
 
-    def tap(self, layer, module, args, y):
-        if not (self.on and torch.is_grad_enabled() and y.requires_grad) or layer.name in self.left_out:
+    def tap(self, layer, module, args, kwargs, y):
+        if not self.on or layer.name in self.silent:
             return None
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # its loops are not for a compiler
-        now, x = self.owner.current, args[0]
-        layer.calls += now.inside
-        if layer.calls > 1:
+        now = self.owner.enter(layer.name)
+        if now is None or not y.requires_grad:
+            return None
+        x, dim = args[0] if args else next(iter(kwargs.values())), self.owner.batch_dim
+        if now.calls.get(layer.name, 0) > 1:
             self.left_out[layer.name] = "used several times in a forward pass"
-        elif x.dim() < 2 or now.B is not None and x.shape[self.owner.batch_dim] != now.B:
+        elif now is not AGAIN and (x.dim() < 2 or now.B is not None and x.shape[dim] != now.B):
             self.left_out[layer.name] = f"its input {tuple(x.shape)} has no dimension of {now.B} examples"
-        else:
-            return Use.apply(y, x, self.leaf(layer, y), layer, self, self.owner.counts(y, x.shape[self.owner.batch_dim]))
-        return None
+        measured = now is not AGAIN and layer.name not in self.left_out
+        counts = self.owner.counts(now, y, x.shape[dim]) if measured else y.new_zeros(taps.HEAD)
+        return Use.apply(y, x, self.leaf(layer, y), layer, self, now.picked if measured else {}, counts)
 
     def leaf(self, layer, y):
         dtype = torch.promote_types(y.dtype, torch.float32)
         if layer.leaf is None or layer.leaf.device != y.device or layer.leaf.dtype != dtype:
             layer.leaf = torch.zeros(2 + taps.HEAD, dtype=dtype, device=y.device, requires_grad=True)
             if not self.owner.sites:
-                layer.leaf.register_post_accumulate_grad_hook(self.owner.in_backward)
+                layer.leaf.register_post_accumulate_grad_hook(self.owner.ask_for_the_end)
         return layer.leaf
 
     def measure(self, layer, rows, x, dy):
@@ -212,11 +214,12 @@ class Exact:
         used = self.used_layers()
         covered = {p for la in used for p in la.parameters}
         elsewhere = {p for site in norm_sites for p in site.parameters}
-        first = next(iter(self.sums.values()))
+        sums = self.sums_everywhere()
+        first = next(iter(sums.values()))
         grads = [la.leaf.grad for la in used] or [first.new_zeros(2 + taps.HEAD)]
         q, counts = torch.stack([g[:2] for g in grads]).sum(0), torch.stack([g[2:] for g in grads]).amax(0)
         big, weighted, rest = (first.new_zeros(()) for _ in range(3))
-        for p, s in self.sums.items():
+        for p, s in sums.items():
             self.owner.sum_over_ranks(s)
             if p in covered:
                 metric = self.owner.metric_of(p)
@@ -227,8 +230,15 @@ class Exact:
         self.forget()
         return (q[0], big, q[1], weighted, rest), counts
 
+    def sums_everywhere(self):
+        """Several ranks add up the same parameters in the same order, also those that got no gradient on some of them."""
+        if not self.owner.distributed():
+            return self.sums
+        return {p: self.sums[p] if p in self.sums else torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+                for p in self.parameters}
+
     def forget(self):
-        self.sums = {}
+        self.sums, self.silent = {}, set(self.left_out)
         for layer in self.layers:
             if layer.leaf is not None:
                 layer.leaf.grad = None
@@ -236,18 +246,43 @@ class Exact:
 
 class Use(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, x, leaf, layer, exact, counts):
+    def forward(ctx, y, x, leaf, layer, exact, picked, counts):
         ctx.save_for_backward(x)
-        ctx.layer, ctx.exact, ctx.counts, ctx.rows = layer, exact, counts, exact.picked
+        ctx.layer, ctx.exact, ctx.counts, ctx.picked, ctx.leaf, ctx.seen = layer, exact, counts, picked, leaf, False
         if layer.kind == "embedding":
-            exact.picked[layer.module.weight] = x  # for a head that has the same weight
+            picked[layer.module.weight] = x  # for a head that has the same weight
         return y.data
 
     @staticmethod
     def backward(ctx, dy):
-        with torch.no_grad():
-            numbers = ctx.exact.measure(ctx.layer, ctx.rows, *ctx.saved_tensors, dy)
-            return dy, None, torch.cat([numbers, ctx.counts]), None, None, None
+        layer, left_out, numbers = ctx.layer, ctx.exact.left_out, ctx.leaf.new_zeros(2)
+        if ctx.seen and ctx.leaf.grad is not None:
+            left_out[layer.name] = "two backward passes go through one forward pass"
+        ctx.seen, x = True, ctx.saved_tensors
+        if layer.name not in left_out:
+            try:  # whatever a layer does to its input, training goes on
+                with torch.no_grad():
+                    numbers = ctx.exact.measure(layer, ctx.picked, *x, dy)
+            except Exception as error:
+                left_out[layer.name] = f"could not be measured: {str(error).splitlines()[0] if str(error) else repr(error)}"
+        return dy, None, torch.cat([numbers, ctx.counts]), None, None, None, None
+
+
+def unmeasurable(model, layers):
+    """{layer: why not}, as far as it can be told before the first step. A weight that several layers hold has one gradient, of
+    all of them together: known for an embedding and a head."""
+    left_out = {layer.name: OWN_FORWARD for layer in layers if layer.kind == OWN_FORWARD}
+    holders = {}
+    for name, module in model.named_modules():
+        for p in module._parameters.values():
+            if p is not None and p.requires_grad:
+                holders.setdefault(p, []).append(name)
+    kinds = {layer.name: layer.kind for layer in layers}
+    for names in holders.values():
+        tied = sorted(kinds.get(name, "") for name in names) == ["embedding", "linear"]
+        if len(names) > 1 and not tied:
+            left_out = {name: f"{' and '.join(names)} have one weight" for name in names if name in kinds} | left_out
+    return left_out
 
 
 def weight_grad(g, x, p, idx):

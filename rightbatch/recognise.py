@@ -31,6 +31,8 @@ class Norm:
     centred: bool = True
     eps: float | None = None
     plain: object = None  # x -> xhat, where eps is None
+    name: str = ""
+    copies: bool = False  # what comes behind it writes into its input: keep a copy
 
 
 def bare(module, parameters):

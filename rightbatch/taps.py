@@ -12,6 +12,8 @@ on B. No parameter's gradient is read, so that whatever is done to those (clippi
 B examples, T positions, C channels, n = C or 2C numbers per example: weight, then bias.
 """
 
+import warnings
+
 import torch
 
 HEAD = 6  # counts at the end of a leaf: forward passes, examples, lengths, lengths^2, sum of (own share in the pass)^2, tokens
@@ -37,12 +39,20 @@ def head(B, tokens, lengths, dtype, device):
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx, leaf, counts, B):
-        ctx.counts = counts  # not saved: checkpointing compares what two passes save, and only one of them may come here
+        # Not saved: checkpointing compares what two passes save, and only one of them may come here.
+        ctx.counts, ctx.leaf, ctx.before = counts, leaf, None
         return leaf.new_zeros(()).expand(B, (leaf.numel() - HEAD) // 2)
 
     @staticmethod
     def backward(ctx, c):
-        return torch.cat([c.sum(0), c.square().sum(0), ctx.counts]), None, None
+        if torch.compiler.is_compiling():
+            return torch.cat([c.sum(0), c.square().sum(0), ctx.counts]), None, None
+        sums, squares, counts = c.sum(0), c.square().sum(0), ctx.counts
+        if ctx.before is not None and ctx.leaf.grad is not None:  # a second backward pass in this step: the same examples
+            c = ctx.before + c
+            squares, counts = c.square().sum(0) - ctx.before.square().sum(0), torch.zeros_like(counts)
+        ctx.before = c
+        return torch.cat([sums, squares, counts]), None, None
 
 
 class Tap(torch.autograd.Function):
@@ -56,8 +66,29 @@ class Tap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        c = norm_rows(ctx.norm, dy, *ctx.saved_tensors, *ctx.args) if ctx.needs_input_grad[2] else None
+        if torch.compiler.is_compiling():
+            return dy, None, norm_rows(ctx.norm, dy, *ctx.saved_tensors, *ctx.args), None, None, None, None
+        if torch.is_grad_enabled():
+            warnings.warn("backward with create_graph=True: what a gradient of gradients adds, as in a gradient penalty, does "
+                          "not come by here and is not measured", stacklevel=2)
+        try:
+            c = norm_rows(ctx.norm, dy, *ctx.saved_tensors, *ctx.args) if ctx.needs_input_grad[2] else None
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            c = lost(ctx.norm, dy, *ctx.args)
         return dy, None, c, None, None, None, None
+
+
+def lost(norm, dy, batch_dim, segments, fused):
+    """NaN, which leaves the step out: the input is not what it was, though the norm layer itself can do without. From now on
+    the layer's tap has a copy."""
+    norm.copies = True
+    warnings.warn(f"{norm.name}: its input is changed in place after it. watch keeps a copy from now on, and leaves this step "
+                  "out", stacklevel=2)
+    B = segments[1] if segments else dy.shape[0 if norm.channels > 0 else batch_dim]
+    acc = torch.promote_types(dy.dtype, torch.float32)
+    return dy.new_full((B, norm.shape.numel() * (1 + norm.bias)), float("nan"), dtype=acc)
 
 
 def norm_rows(norm, dy, x, batch_dim, segments, fused=False):

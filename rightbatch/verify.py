@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rightbatch.watch import tensors, watch
+from rightbatch import inputs
+from rightbatch.watch import watch
 
 
 @dataclass
@@ -48,9 +49,19 @@ def verify(model, loss_fn, batch, examples=8, **options):
     mean loss over the batch; batch: a tensor, or tensors in a dict, list or tuple, with the examples in dimension `batch_dim`;
     the first few are used. `options` go to watch."""
     dim = options.get("batch_dim", 0)
-    n = min(examples, next(t for t in tensors(batch) if t.dim() >= 2).shape[dim])
-    mode, state = model.training, [p.grad for p in model.parameters()]
+    n = min(examples, inputs.first_input(inputs.leaves(batch)).shape[dim])
+    modes, state = {m: m.training for m in model.modules()}, [p.grad for p in model.parameters()]
     model.eval()
+    try:
+        return compare(model, loss_fn, batch, dim, n, options)
+    finally:
+        for p, grad in zip(model.parameters(), state):
+            p.grad = grad
+        for module, training in modes.items():
+            module.training = training
+
+
+def compare(model, loss_fn, batch, dim, n, options):
     w = watch(model, **options)
     try:
         loss_fn(model, cut(batch, dim, 0, n)).backward()
@@ -65,18 +76,15 @@ def verify(model, loss_fn, batch, examples=8, **options):
         model.zero_grad(set_to_none=True)
         (loss_fn(model, cut(batch, dim, b, 1)) * float(shares[b])).backward()
         for i, (_, parameters, *_) in enumerate(measured):
-            c = torch.cat([p.grad.detach().double().flatten() for p in parameters])
+            c = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).detach().double().flatten() for p in parameters])
             squares[i], sums[i] = squares[i] + float(c.square().sum()), sums[i] + c
-    for p, grad in zip(model.parameters(), state):
-        p.grad = grad
-    model.train(mode)
     rows = [(name, q, squares[i], big, float(sums[i].square().sum())) for i, (name, _, q, big) in enumerate(measured)]
     return Report(rows, w.left_out | (w.exact.left_out if w.exact else {}), n)
 
 
 def norm_row(site):
     """(q, big) of an open step."""
-    sums, squares = site.leaf.grad.double()[:2 * site.size].split(site.size)
+    sums, squares = (torch.cat(site.trained(v)) for v in site.leaf.grad.double()[:2 * site.size].split(site.size))
     return float(squares.sum()), float(sums.square().sum())
 
 

@@ -14,62 +14,56 @@ The model's code, its results and its state_dict stay as they are. docs/watch.md
 Letters: B examples, c_b what example b adds to the gradient, q = sum |c_b|^2, big = |sum c_b|^2, h = sum of squared shares.
 """
 
+import contextlib
 import itertools
+import sys
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
-from rightbatch import gns, step_time, taps
+from rightbatch import gns, inputs, step_time, taps
 from rightbatch.decision import Cost, Decision
 from rightbatch.exact import Exact
 from rightbatch.fuse import fuse, unfuse
 from rightbatch.metric import adam_metric
-from rightbatch.recognise import Norm, WatchError, recognise
+from rightbatch.passes import AGAIN, Pass, in_backward, in_transform, on_stack
+from rightbatch.recognise import WatchError
+from rightbatch.sites import MIXES, check_model, find_sites, skips
 from rightbatch.tracker import named, scale_row
 
 FETCH = 512     # steps that may wait on the device when nobody asks for a report
-IGNORED = -100  # the label that losses leave out, by torch's convention
-MIXES = "BatchNorm mixes examples: no example has a gradient of its own"
+LONGEST = 4096  # moments of a step that are kept: more only where no step is ever closed
+NO_GRADIENT = ("no watched layer got a gradient since the last step: was the model compiled before watch(model) (later hooks "
+               "are ignored: watch first), is w.step() before loss.backward(), or are the gradients torch.func's?")
+ORDERED = torch.nn.MultiheadAttention, torch.nn.RNNBase  # layers that know where the batch is: batch_first
 
 
-def watch(model, optimizer=None, **options):
-    """A Watch of the model; see its class."""
-    return Watch(model, optimizer, **options)
+def watch(model, optimizer=None, *, mode="norm", fused=False, calibrate_every=0, batch_dim=0, skip=(), scaler=None,
+          half_life_tokens=250_000, lengths="auto", token_mean="auto", group=None, close_steps=True):
+    """
+    A Watch of the model: print it, or log its row().
 
-
-@dataclass
-class Site:
-    """One watched norm layer."""
-    name: str
-    module: torch.nn.Module
-    norm: Norm
-    leaf: torch.Tensor | None = None
-    hidden_calls: int = 0  # calls without gradients in the newest forward pass: reentrant checkpointing
-
-    @property
-    def parameters(self):
-        """weight(, bias), as they are now: sharding and to_empty put others in their place."""
-        return [p for p in self.module._parameters.values() if p is not None]
-
-    @property
-    def size(self):
-        return self.norm.shape.numel() * (1 + self.norm.bias)
-
-
-@dataclass
-class Pass:
-    """What the newest forward pass of the model brings: B examples, tokens, lengths (B,) or None; whether its loss is a part of
-    one mean over the whole step."""
-    B: int | None = None
-    tokens: int = 0
-    lengths: torch.Tensor | None = None
-    whole: bool = False
-    segments: tuple | None = None  # (document of each position (B, T), number of documents): these are the examples
-    inside: bool = False
-    z: dict = field(default_factory=dict)       # site -> where its calls of this pass meet
-    counts: dict = field(default_factory=dict)  # (dtype, device) -> taps.head
+    model             finds LayerNorms and RMSNorms by what they do; w.left_out says what it left out, and why
+    optimizer         closes steps by itself, reports in Adam's metric, too, and lets w.whatif() time the update; or a list
+    mode              "norm", or "exact": all layers that can be had, at the price of their gradients once more
+    fused             let our kernels compute the norm layers that are recognised, and their taps: faster, the same up to
+                      rounding. On a CPU they are compiled once, which takes half a minute
+    calibrate_every   with mode="norm": every so many steps is exact, and tells the factor from norm layers to the whole model
+    batch_dim         the dimension of examples in the layers' inputs: 1 for (T, B, C)
+    skip              names or patterns of modules to leave out, "*.q_norm"; a name stands for all below it
+    scaler            torch.amp.GradScaler, whose factor changes between steps
+    half_life_tokens  averages forget half in so many tokens, or in a fifth of those seen, if less
+    lengths           what an example weighs in the loss: "auto" counts labels that are not ignored, else the attention mask of
+                      a language model; "equal"; w.weights(n) says it for one forward pass
+    token_mean        "micro": each forward pass's loss is a mean over its own tokens (and averaged over accumulation, ranks).
+                      "step": all tokens of the step weigh alike. "auto": step where the model's loss is divided by
+                      num_items_in_batch, as in Hugging Face's Trainer
+    group             process group that holds the batch
+    close_steps       False: the optimizer is for its metric alone, and w.step() is called by you
+    """
+    return Watch(**locals())
 
 
 @dataclass
@@ -101,56 +95,49 @@ class Silent:
 
 
 class Watch:
-    """
-    model             finds LayerNorms and RMSNorms by what they do; w.left_out says what it left out, and why
-    optimizer         closes steps by itself, reports in Adam's metric, too, and lets w.whatif() time the update
-    mode              "norm", or "exact": all layers that can be had, at the price of their gradients once more
-    fused             let our kernels compute the norm layers that are recognised, and their taps: faster, the same up to
-                      rounding. On a CPU they are compiled once, which takes half a minute
-    calibrate_every   with mode="norm": every so many steps is exact, and tells the factor from norm layers to the whole model
-    batch_dim         the dimension of examples in the layers' inputs: 1 for (T, B, C)
-    skip              names of modules to leave out; a name stands for all below it
-    scaler            torch.amp.GradScaler, whose factor changes between steps
-    half_life_tokens  averages forget half in so many tokens, or in a fifth of those seen, if less
-    lengths           what an example weighs in the loss: "auto" counts labels that are not ignored, else the attention mask;
-                      "equal"; w.weights(n) says it for one forward pass
-    token_mean        "micro": each forward pass's loss is a mean over its own tokens (and averaged over accumulation, ranks).
-                      "step": all tokens of the step weigh alike. "auto": step where the model is given num_items_in_batch, as
-                      Hugging Face's Trainer does
-    group             process group that holds the batch
-    close_steps       False: the optimizer is for its metric alone, and w.step() is called by you
-    """
+    """What watch() returns, which documents the options."""
 
-    def __init__(self, model, optimizer=None, *, mode="norm", fused=False, calibrate_every=0, batch_dim=0, skip=(),
-                 scaler=None, half_life_tokens=250_000, lengths="auto", token_mean="auto", group=None, close_steps=True):
-        for name, value, choices in (("mode", mode, ("norm", "exact")), ("lengths", lengths, ("auto", "equal")),
-                                     ("token_mean", token_mean, ("auto", "micro", "step"))):
-            if value not in choices:
-                raise WatchError(f"{name}={value!r}: expected one of {', '.join(choices)}")
-        while hasattr(optimizer, "optimizer"):  # accelerate's wrapper
-            scaler, optimizer = scaler or getattr(optimizer, "scaler", None), optimizer.optimizer
-        self.model, self.optimizer, self.scaler, self.group = model, optimizer, scaler, group
+    def __init__(self, model, optimizer, *, mode, fused, calibrate_every, batch_dim, skip, scaler, half_life_tokens, lengths,
+                 token_mean, group, close_steps):
+        check_options(model, mode=mode, lengths=lengths, token_mean=token_mean, batch_dim=batch_dim,
+                      half_life_tokens=half_life_tokens, calibrate_every=calibrate_every)
+        self.model, self.scaler, self.group = model, scaler or scaler_of(optimizer), group
         self.batch_dim, self.lengths, self.token_mean, self.half_life_tokens = batch_dim, lengths, token_mean, half_life_tokens
-        self.calibrate_every = calibrate_every
+        self.calibrate_every, self.facts = calibrate_every, inputs.facts_of(model)
         self.current, self.given, self.documents = Pass(), None, None
+        self.opened = False  # since the last step
+        self.calls, self.hidden = 0, []  # calls of the model at work; passes with layers to be called again
         self.waiting, self.checked, self.steps = [], False, 0
-        self.last, self.mean_length, self.skipped = None, None, 0
-        self.find(model, mode, [skip] if isinstance(skip, str) else skip)
-        self.fused = fuse(self.sites) if fused else {}
+        self.newest, self.newest_length, self.unmeasured = None, None, 0  # of the steps that were fetched
         self.scales, self.covered = {}, [0.0, 0.0]
         self.calibrations = {}  # "", and "_adam" in Adam's metric
-        self.timed, self.timer, self.saved_times = None, None, None
+        self.timer, self.saved_times, self.quantum = None, None, 1
         self.asked = False  # to be told when the backward pass at work is over
         self.events, self.closed = [], None  # moments (step_time.from_hooks) of the step at work, of the one in the optimizer
+        self.optimizers, self.groups = [], {}  # parameter -> (its optimizer, its group there)
+        self.stepped = []  # optimizers, since the last step was closed
         self.depth = 0  # of optimizer.step: a subclass that calls the one of its base runs the hooks twice
-        self.quantum, self.groups = 1, {}  # of the optimizer: parameter -> its group
-        self.scaler_states = getattr(scaler, "_per_optimizer_states", None)
-        self.handles = [model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True),
-                        model.register_forward_hook(Hook(self.end), always_call=True)]
-        self.handles += [s.module.register_forward_hook(Hook(self.tap, s), with_kwargs=True) for s in self.sites]
-        self.close_steps = close_steps
-        if optimizer is not None:
+        self.had_gradients = False  # the parameters themselves, behind a backward pass of this step
+        self.idle = 0  # times that the optimizer stepped, or gradients were thrown away, before the first step was closed
+        self.scaler_states = getattr(self.scaler, "_per_optimizer_states", None)
+        self.handles, self.exact, self.fused, self.close_steps = [], None, {}, close_steps
+        try:
+            self.find(model, mode, [skip] if isinstance(skip, str) else skip)
+            self.fused = fuse(self.sites) if fused else {}
+            self.hook_in(model)
             self.attach(optimizer)
+        except BaseException:
+            self.close()  # who is refused has the model as it was
+            raise
+
+    def hook_in(self, model):
+        self.handles.append(model.register_forward_pre_hook(Hook(self.begin), with_kwargs=True))
+        self.handles += [m.register_forward_pre_hook(Hook(self.check_order, name), with_kwargs=True)
+                         for name, m in model.named_modules() if isinstance(m, ORDERED)]
+        for site in self.sites:  # ahead of hooks of the user's, which may change what a layer returns
+            self.handles += [use.module.register_forward_hook(Hook(self.tap, site, use), with_kwargs=True, prepend=True)
+                             for use in (site, *site.twins)]
+        self.handles.append(model.register_forward_hook(Hook(self.end), always_call=True))
 
     def find(self, model, mode, skip):
         check_model(model)
@@ -161,118 +148,238 @@ class Watch:
             mode = "exact"
         if mode == "norm" and not self.sites:
             raise WatchError("nothing to watch: " + (
-                "its BatchNorm mixes examples: no example has a gradient of its own" if MIXES in self.left_out.values() else
+                f"its {MIXES}" if MIXES in self.left_out.values() else
                 "it has no norm layer with a weight: mode='exact' watches the other layers"))
         exact = mode == "exact" or self.calibrate_every
         self.mode, self.exact = mode, Exact(model, self, lambda name: skips(name, skip)) if exact else None
         if mode == "exact" and not self.sites and not self.exact.layers:
             raise WatchError("nothing to watch: no layer that is trained is a norm, linear, embedding or convolution")
+        self.mixing = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
+        self.check_mixing()
         self.make_leaves()
+
+    def check_mixing(self):
+        """BatchNorm takes its statistics from the batch in training, and from what it has seen otherwise."""
+        if not any(m.training or m.running_mean is None for m in self.mixing):
+            return
+        if not self.sites:
+            raise WatchError(f"nothing to watch: its {MIXES}. model.eval() on the BatchNorm layers freezes their statistics")
+        warnings.warn(f"{MIXES}. What is measured in other layers is off by as much as that matters", stacklevel=5)
+        self.mixing = []  # said once
 
     def make_leaves(self):
         """Ahead of the layers, which may be compiled: a leaf is not made within a graph."""
         for site in self.sites:
-            if site.leaf is None and not site.parameters[0].is_meta:
-                self.leaf(site, site.parameters[0])
+            if site.leaf is None and not site.weight_and_bias[0].is_meta:
+                self.leaf(site, site.weight_and_bias[0])
 
     # -- in the forward pass
 
     def begin(self, model, args, kwargs):
-        if torch.is_grad_enabled():
-            self.depth = 0  # an optimizer.step that raised did not say that it was over
-            self.passed("forward")
-            self.open_pass(model, args, kwargs)
+        """Forward pre-hook of the model. A call within a call belongs to the pass that is open."""
+        self.calls += 1
+        self.open_pass(args, kwargs, None if torch.compiler.is_compiling() else sys._getframe(2))
 
-    def forget_skipped(self):
-        """GradScaler leaves out a step that overflowed: the optimizer's hook does not run, and what that step left must not go
-        into the next. Its update() puts a new dict in the place of the old one, which tells without asking the device."""
-        if self.scaler is None or torch.compiler.is_compiling():
+    @contextlib.contextmanager
+    def batch(self, *args, **kwargs):
+        """One forward pass that is not one call of the model: a method of your own, or several calls with the same examples.
+        Takes what the model is called with, or at least a tensor that has the examples:
+
+            with w.batch(x):
+                loss = model.loss(x)
+        """
+        self.calls += 1
+        try:
+            self.open_pass(args, kwargs)
+            yield
+        finally:
+            self.end()
+
+    def begun(self):
+        """Whether a layer has a gradient since the last step."""
+        return any(s.leaf is not None and s.leaf.grad is not None for s in self.watched)
+
+    def forget(self):
+        """Leave out what came since the last step, of a batch that you throw away. Goes without saying where its gradients are
+        set to None, as optimizer.zero_grad() does, and where GradScaler skips a step."""
+        if self.begun():
+            self.unmeasured += 1
+        self.events, self.hidden, self.had_gradients = [], [], False
+        for s in self.watched:
+            if s.leaf is not None:
+                s.leaf.grad = None
+        if self.exact:
+            self.exact.forget()
+
+    def forget_what_was_thrown_away(self):
+        """What a step left that never ended must not go into the next. GradScaler leaves out a step that overflowed, and the
+        optimizer's hook does not run; its update() puts a new dict in the place of the old one, which tells without asking the
+        device. Others set gradients to None that were there behind the backward pass. Sharded ones may only be elsewhere."""
+        if torch.compiler.is_compiling():
             return
         states = getattr(self.scaler, "_per_optimizer_states", None)
-        if states is not self.scaler_states and any(s.leaf is not None and s.leaf.grad is not None for s in self.watched):
-            self.skipped += 1
-            self.events = []
-            for s in self.watched:
-                s.leaf.grad = None
-            if self.exact:
-                self.exact.sums = {}
+        gone = self.had_gradients and not any(p.grad is not None or is_dtensor(p) for s in self.watched for p in s.parameters)
+        if self.begun() and (gone or states is not self.scaler_states):
+            self.forget()
+            self.nothing_to_close("batches were thrown away, their gradients set to None, and no step was closed: call "
+                                  "w.step() after the last backward pass of a step, or give watch the optimizer")
         self.scaler_states = states
 
-    def open_pass(self, model, args, kwargs):
-        self.forget_skipped()
-        first = next((t for t in tensors((args, kwargs)) if t.dim() >= 2), None)
-        B = None if first is None else first.shape[min(self.batch_dim, 1)]
-        tokens = 0 if first is None else first.numel() if not first.is_floating_point() else B
+    def nothing_to_close(self, words):
+        self.idle += not self.steps
+        if self.idle == 3:
+            warnings.warn(words, stacklevel=2)
+
+    def open_pass(self, args, kwargs, frame=None):
+        if not torch.is_grad_enabled() or in_transform():
+            return
+        now, given = self.current, inputs.arguments(self.facts, args, kwargs)
+        if now.inside and now.frame is not None and not on_stack(now.frame):
+            self.calls, now.inside = 1, False  # that pass was interrupted and never ended
+        if now.inside:
+            if now.lengths is None and not now.counts and self.lengths == "auto":  # who opened it need not know the labels
+                now.lengths = inputs.lengths_of(self.facts, given, now.B, now.segments)
+            return
+        self.depth = 0  # an optimizer.step that raised did not say that it was over
+        self.forget_what_was_thrown_away()
+        self.passed("forward")
         self.make_leaves()
-        given, segments, self.given, self.documents = self.given, self.documents, None, None
-        lengths = given
-        if given is None and self.lengths == "auto":
-            lengths = lengths_of(model, kwargs, B, segments)
-        whole = self.token_mean == "step" or self.token_mean == "auto" and kwargs.get("num_items_in_batch") is not None
-        self.current = Pass(B, tokens, lengths, whole, segments, inside=True)
-        for site in self.sites:
-            site.hidden_calls = 0
-        if self.exact:
-            self.exact.begin()
+        if self.mixing and not torch.compiler.is_compiling():
+            self.check_mixing()
+        first = inputs.first_input(given)
+        B = None if first is None else first.shape[self.batch_dim]
+        tokens = 0 if first is None else first.numel() if not first.is_floating_point() else B
+        lengths, segments, self.given, self.documents = self.given, self.documents, None, None
+        if lengths is None and self.lengths == "auto":
+            lengths = inputs.lengths_of(self.facts, given, B, segments)
+        whole = self.token_mean == "step" or self.token_mean == "auto" and inputs.one_mean_per_step(self.facts, given)
+        self.opened = True
+        self.current = Pass(B, () if first is None else first.shape, tokens, lengths, whole, segments, True, self.calls, frame)
 
     def end(self, *_):
-        self.current.inside = False
-        self.current.z = {}
+        now = self.current
+        if now.level == self.calls:
+            now.inside, now.z, now.frame = False, {}, None
+        self.calls -= 1
 
-    def tap(self, site, module, args, kwargs, y):
-        """Forward hook of a norm layer: pass its output through Tap."""
+    def enter(self, name):
+        """The Pass that a call of a layer belongs to, or None where there is nothing to measure. Checkpointing calls layers
+        again in the backward pass, when other forward passes may have come in between. With reentrant checkpointing gradients
+        go through that second call, with the other kind through the first."""
         now = self.current
         if not torch.is_grad_enabled():
-            site.hidden_calls += now.inside
+            if now.inside and not torch.compiler.is_compiling():
+                if now not in self.hidden:
+                    self.hidden.append(now)
+                now.hidden[name] = now.hidden.get(name, 0) + 1
             return None
-        if not y.requires_grad or not any(p.requires_grad for p in site.parameters):
+        if in_transform():
+            return None
+        if in_backward():
+            return self.pass_of_second_call(name)
+        if not now.inside:
+            raise WatchError(f"{name} is called outside of the model's own forward pass, so that its batch is not known. Call "
+                             "the model itself, model(x), or say what is one pass: with w.batch(x): loss = model.loss(x)")
+        now.calls[name] = now.calls.get(name, 0) + 1
+        return now
+
+    def pass_of_second_call(self, name):
+        known = [p for p in self.hidden if name in p.hidden]
+        waiting = [p for p in known if p.hidden[name]]
+        if known and not waiting:
+            raise WatchError(f"{name}: a second backward pass through reentrant checkpointing. Add the losses up, or "
+                             "use_reentrant=False")
+        if not waiting:
+            return AGAIN
+        if not all(p.same(waiting[0]) for p in waiting):
+            raise WatchError(f"{name}: several forward passes before a backward pass, and reentrant checkpointing does not "
+                             "tell which of them it repeats: use_reentrant=False")
+        now = waiting[-1]
+        now.calls.setdefault(name, now.hidden[name])
+        now.hidden[name] -= 1
+        return now
+
+    def tap(self, site, use, module, args, kwargs, y):
+        """Forward hook of a norm layer: pass its output through Tap. use: the site itself or one of its twins."""
+        if not site.parameters:
+            return None
+        now = self.enter(site.name)
+        if now is None or not y.requires_grad:
             return None
         x = args[0] if args else next(iter(kwargs.values()))
-        B = self.check_call(site, x, y)
-        B = now.segments[1] if now.segments else B
-        z = now.z.get(site.name)
+        B = self.check_call(site, use, x, y, now)
+        z = None if in_backward() else now.z.get(site.name)
         if z is None:
-            z = taps.Gather.apply(self.leaf(site, x), self.counts(x, B), B)
-            if now.inside:
+            leaf = self.leaf(site, x)
+            z = taps.Gather.apply(leaf, leaf[-taps.HEAD:].detach() if now is AGAIN else self.counts(now, x, B), B)
+            if not in_backward():
                 now.z[site.name] = z
-        return taps.Tap.apply(y, x, z, site.norm, self.batch_dim, now.segments, site.name in self.fused)
+        x = x.detach().clone() if use.norm.copies else x
+        return taps.Tap.apply(y, x, z, use.norm, self.batch_dim, now.segments, use.name in self.fused)
 
-    def check_call(self, site, x, y):
+    def check_call(self, home, site, x, y, now):
+        """Number of examples. What only repeats a call that was looked at already is not looked at."""
+        dim = 0 if site.norm.channels > 0 else self.batch_dim
+        if now is AGAIN:
+            return x.shape[dim]
         if is_dtensor(x) or is_dtensor(y):
             raise WatchError(f"{site.name}: an example is spread over ranks (sequence parallelism), so that no rank has its "
                              f"gradient. Watch a model without it, or skip=({site.name!r},)")
-        if site.hidden_calls > 1 and not self.current.inside:
+        if now.calls[home.name] > 1 and in_backward():
             raise WatchError(f"{site.name} is used several times in a forward pass under reentrant checkpointing, which runs "
                              "backward for each alone: use_reentrant=False")
-        dim = 0 if site.norm.channels > 0 else self.batch_dim
-        B, expected = x.shape[dim], self.current.B
+        if dim >= x.dim() - max(0, -site.norm.channels):
+            raise WatchError(f"{site.name}: its input {tuple(x.shape)} has no dimension of examples. One example is (1, ...)")
+        B, expected = x.shape[dim], now.B
         if expected is not None and B != expected:
-            raise WatchError(f"{site.name} sees {B} examples in its input {tuple(x.shape)}, the model sees {expected}: pass "
-                             f"batch_dim={1 - dim} if the batch is there, or skip=({site.name!r},) if it is folded away")
-        documents = self.current.segments and self.current.segments[0].shape
+            there = site.norm.channels < 0 and x.dim() > 2 and x.shape[1 - dim] == expected
+            raise WatchError(f"{site.name} sees {B} examples in its input {tuple(x.shape)}, the model sees {expected}: " + (
+                f"pass batch_dim={1 - dim} if the batch is there, or skip=({site.name!r},)" if there else
+                f"skip=({site.name!r},) leaves it out, where its input is the same for all examples or they are folded away"))
+        documents = now.segments and now.segments[0].shape
         if documents and (site.norm.channels > 0 or x.movedim(dim, 0).shape[:2] != documents):
             raise WatchError(f"{site.name}: its input {tuple(x.shape)} does not begin with {tuple(documents)}, the positions "
                              f"of w.segments. skip=({site.name!r},) leaves it out")
-        return B
+        return now.segments[1] if now.segments else B
+
+    def check_order(self, name, module, args, kwargs):
+        """Pre-hook of a layer that says where it has the batch. Where norm layers alone are looked at, (T, B, C) is a batch of
+        T. A layer of folded examples has a multiple of B there, and its other dimension may be B by chance."""
+        x, now, dim = args[0] if args else next(iter(kwargs.values()), None), self.current, 0 if module.batch_first else 1
+        if not (now.inside and now.B and isinstance(x, torch.Tensor) and x.dim() == 3):
+            return
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        if x.shape[dim] != now.B == x.shape[1 - dim] and (x.shape[:2] == now.shape[:2] or x.shape[dim] % now.B):
+            raise WatchError(
+                f"{name or 'the model'} has batch_first={module.batch_first}, so that its input {tuple(x.shape)} is "
+                f"{x.shape[dim]} examples to it and {now.B} to watch: pass batch_dim={dim} if the model's batch is there. If "
+                f"not, the layer mixes examples, and should have batch_first={not module.batch_first}")
 
     def leaf(self, site, x):
         """Made for the device that the model is on when it is used; a compiled model's are made before it is traced."""
         dtype = torch.promote_types(x.dtype, torch.float32)
         if site.leaf is None or site.leaf.device != x.device or site.leaf.dtype != dtype:
             site.leaf = taps.new_leaf(site.size, dtype, x.device)
-            if site is self.sites[-1]:
-                site.leaf.register_post_accumulate_grad_hook(self.in_backward)
+            site.leaf.register_post_accumulate_grad_hook(self.ask_for_the_end)
         return site.leaf
 
-    def counts(self, x, B):
-        key = torch.promote_types(x.dtype, torch.float32), x.device
-        if key not in self.current.counts:
-            self.current.counts[key] = taps.head(B, self.current.tokens or B, self.current.lengths, *key)
-        return self.current.counts[key]
+    def counts(self, now, x, B):
+        key = B, torch.promote_types(x.dtype, torch.float32), x.device
+        if key not in now.counts:
+            lengths = now.lengths
+            if lengths is not None and lengths.shape != (B,):
+                raise WatchError(f"{lengths.numel()} weights for {B} examples: w.weights takes one for each example"
+                                 + (", here document," if now.segments else "") + " of the next forward pass")
+            now.counts[key] = taps.head(B, now.tokens or B, lengths, *key[1:])
+        return now.counts[key]
 
     def weights(self, n):
         """What each example of the next forward pass weighs in its loss, (B,): number of its tokens, or any other measure."""
-        self.given = torch.as_tensor(n)
+        n = torch.as_tensor(n)
+        if n.device.type == "cpu" and not (n.dim() == 1 and bool((n >= 0).all()) and bool(n.sum() > 0)):
+            raise WatchError(f"w.weights({n.tolist()}): expected one weight for each example, none negative, not all zero")
+        self.given = n
 
     def segments(self, ids, n=None):
         """Documents packed into the rows of the next forward pass, which are the examples then: the number of each position's
@@ -281,16 +388,23 @@ class Watch:
         if self.exact:
             raise WatchError("w.segments works with mode='norm' and without calibration")
         ids = torch.as_tensor(ids)
-        self.documents = ids, int(ids.max()) + 1 if n is None else n
+        if ids.dim() != 2:
+            raise WatchError(f"w.segments: expected the document of each position, (B, T), got {tuple(ids.shape)}")
+        n = int(ids.max()) + 1 if n is None else n
+        if ids.device.type == "cpu":
+            inputs.check_documents(ids, n)
+        self.documents = ids, n
 
     # -- what a step costs
 
     def attach(self, optimizer):
-        """The optimizer whose metric is reported, and whose step ends a step."""
-        if optimizer is not self.timed:
-            self.handles += [optimizer.register_step_pre_hook(self.before_optimizer),
-                             optimizer.register_step_post_hook(lambda *_: self.updated())]
-        self.optimizer, self.timed, self.groups = optimizer, optimizer, {}
+        """An optimizer, or several, whose metric is reported, and whose step ends a step."""
+        for each in single(optimizer):
+            if not any(each is other for other in self.optimizers):
+                self.optimizers.append(each)
+                self.handles += [each.register_step_pre_hook(self.before_optimizer),
+                                 each.register_step_post_hook(lambda it, *_: self.updated(it))]
+        self.groups = {}
 
     def clock(self):
         """Made when training begins: before, the model may be on another device, or on none."""
@@ -301,33 +415,34 @@ class Watch:
         return self.timer
 
     def start(self):
-        """Before the first forward pass of a step: its time counts from here. Only a compiled model needs it, for w.whatif()
-        and with a GradScaler: hooks inside of it cannot look at a clock, nor at the scaler."""
-        self.forget_skipped()
+        """Before the first forward pass of a step: its time counts from here. Only a compiled model needs it, for w.whatif(),
+        with a GradScaler, and where you throw batches away: hooks inside of it cannot look at a clock, nor at gradients."""
+        self.forget_what_was_thrown_away()
         self.passed("start")
 
     def passed(self, what):
-        if self.timed and not torch.compiler.is_compiling():
+        if self.optimizers and not torch.compiler.is_compiling():
+            self.events = self.events[-LONGEST:]
             self.events.append((what, self.clock().now()))
 
-    def in_backward(self, leaf):
-        """Some layer has its gradient: look at the clock when all have theirs."""
-        if self.timed and not self.asked:
+    def ask_for_the_end(self, leaf):
+        """Some layer has its gradient: look at the clock, and at the parameters, when all have theirs."""
+        if not self.asked:
             self.asked = True
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_over)
 
     def backward_over(self):
         self.asked = False
         self.passed("backward")
+        self.had_gradients = self.had_gradients or any(p.grad is not None for s in self.watched for p in s.parameters)
 
-    def updated(self):
-        """The optimizer has stepped. If the next forward pass began before, nothing can be told."""
+    def updated(self, optimizer):
+        """An optimizer has stepped, perhaps not the last. If the next forward pass began before, nothing can be told."""
         self.depth = max(0, self.depth - 1)
-        if self.depth:
+        if self.depth or self.closed is None or self.events or any(optimizer is other for other in self.stepped):
             return
-        if self.closed is not None and not self.events:
-            self.closed.append(("update", self.clock().now()))
-        self.closed = None
+        self.stepped.append(optimizer)
+        self.closed[:] = [event for event in self.closed if event[0] != "update"] + [("update", self.clock().now())]
 
     # -- after the backward passes of a step
 
@@ -338,18 +453,32 @@ class Watch:
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
-            return self.step()
+            return self.step_if_begun()
 
         def closure_and_step():
             loss = closure()
-            self.step()
+            self.step_if_begun()
             return loss
         return (optimizer, closure_and_step), {}
 
-    @torch.no_grad()
     def step(self):
         """Close a step: after its last backward pass, before the optimizer moves. Nothing waits for the device."""
-        self.check_gradients()
+        if not self.handles:
+            raise WatchError("w.step() behind w.close(): nothing is watched any more. watch(model) begins anew")
+        if not self.distributed() and not self.begun():
+            raise WatchError(NO_GRADIENT)
+        self.close_step(asked=True)
+
+    def step_if_begun(self):
+        """The same for whoever does not know whether there is anything to close. Optimizers step without gradients: when
+        torch.distributed.checkpoint makes their state, or the second one of two that follow one backward pass."""
+        if self.begun() or self.distributed() and self.opened:
+            self.close_step(asked=False)
+        else:
+            self.nothing_to_close(NO_GRADIENT)
+
+    @torch.no_grad()
+    def close_step(self, asked):
         numbers, counts = self.norm_numbers() if self.sites else ({}, None)
         if self.exact and self.exact.on:
             more, counts = self.exact_numbers(numbers, counts)
@@ -358,8 +487,10 @@ class Watch:
         scale = 1.0 if scale is None else scale.to(counts.device)  # .get_scale() would wait for the device
         pairs = torch.stack([number for pair in numbers.values() for number in pair]) / (scale * self.world()) ** 2
         calibrates = self.mode == "norm" and self.exact and self.exact.on
-        self.events, self.closed, self.asked = [], self.events, False
-        self.waiting.append((torch.cat([counts, pairs]), list(numbers), self.current.whole, [] if calibrates else self.closed))
+        self.events, self.closed, self.asked, self.hidden, self.stepped = [], self.events, False, [], []
+        self.had_gradients = self.opened = False
+        events = [] if calibrates else self.closed
+        self.waiting.append((torch.cat([counts, pairs]), list(numbers), self.current.whole, events, asked))
         self.steps += 1
         if self.exact and self.mode == "norm":
             self.exact.on = self.steps % self.calibrate_every == 0
@@ -370,34 +501,31 @@ class Watch:
     def watched(self):
         return [*self.sites, *(self.exact.layers if self.exact else ())]
 
-    def check_gradients(self):
-        if not self.distributed() and not any(s.leaf is not None and s.leaf.grad is not None for s in self.watched):
-            raise WatchError("no watched layer got a gradient since the last step: was the model compiled before watch(model) "
-                             "(later hooks are ignored: watch first), or is w.step() before loss.backward()?")
-
     def norm_numbers(self):
         """({"norm": (q, big)}, counts), and "norm_adam" in Adam's metric; over all ranks. The leaves are emptied."""
         device = next((s.leaf.device for s in self.sites if s.leaf is not None), "cpu")
         parts = []
         for s in self.sites:
             grad = None if s.leaf is None else s.leaf.grad
-            parts.append((s.size, torch.zeros(2 * s.size + taps.HEAD, device=device) if grad is None else grad))
+            grad = torch.zeros(2 * s.size + taps.HEAD, device=device) if grad is None else grad
+            parts.append(grad.split([s.size, s.size, taps.HEAD]))
             if s.leaf is not None:
                 s.leaf.grad = None
-        flat = torch.cat([g[:n] for n, g in parts] + [g[n:2 * n] for n, g in parts] + [
-            torch.stack([g[2 * n:] for n, g in parts]).amax(0)])  # a layer may be left out of some passes, never of all
+        of_trained = [[v for s, part in zip(self.sites, parts) for v in s.trained(part[i])] for i in (0, 1)]
+        flat = torch.cat([*of_trained[0], *of_trained[1],
+                          torch.stack([part[2] for part in parts]).amax(0)])  # a layer is left out of some passes, never of all
         self.sum_over_ranks(flat)
-        n = sum(s.size for s in self.sites)
+        n = (len(flat) - taps.HEAD) // 2
         sums, squares, counts = flat.split([n, n, taps.HEAD])
         numbers = {"norm": (squares.sum(), sums.square().sum())}
-        metric = self.norm_metric()
+        metric = self.norm_metric(n)
         if metric is not None:
             numbers["norm_adam"] = (metric * squares).sum(), (metric * sums.square()).sum()
         return numbers, counts
 
-    def norm_metric(self):
-        """Adam's metric of all watched norm parameters in one vector, or None. Those of one group of the optimizer step
-        together, so that a few operations do for all."""
+    def norm_metric(self, n):
+        """Adam's metric of all watched norm parameters in one vector of n numbers, or None. Those of one group of the optimizer
+        step together, so that a few operations do for all."""
         parameters = [p for s in self.sites for p in s.parameters]
         groups = [self.adam_group(p) for p in parameters]
         if any(group is None for group in groups):
@@ -406,8 +534,9 @@ class Watch:
         for _, members in itertools.groupby(zip(groups, parameters), key=lambda pair: id(pair[0])):
             members = list(members)
             moments = torch.cat([self.second_moment(p).reshape(-1) for _, p in members])
-            parts.append(self.adam_metric(moments, *members[0]))
-        return torch.cat(parts)
+            parts.append(self.adam_metric(moments, members[0][1]))
+        metric = torch.cat(parts)
+        return metric if len(metric) == n else None  # FSDP's older kind has shards in their places
 
     def exact_numbers(self, norm, counts):
         """The same for all layers; "coverage": |G|^2 of what is measured, and of all that is trained."""
@@ -424,27 +553,29 @@ class Watch:
 
     def metric_of(self, p):
         """Adam's metric of a parameter, or None: another optimizer, or before its first step."""
-        group = self.adam_group(p)
-        return None if group is None else self.adam_metric(self.second_moment(p), group, p)
+        return None if self.adam_group(p) is None else self.adam_metric(self.second_moment(p), p)
 
-    def adam_metric(self, moments, group, p):
-        """Of second moments that have made as many steps as p."""
-        step = self.optimizer.state[p]["step"]
+    def adam_metric(self, moments, p):
+        """Of second moments that have made as many steps as p, in its group."""
+        optimizer, group = self.groups[p]
+        step = optimizer.state[p]["step"]
         if getattr(step, "device", None) != moments.device:  # on the host: a copy would wait for the device, a number does not
             step = torch.full((), float(step), device=moments.device)
         return adam_metric([moments], step, group["betas"][1], group["eps"])[0]
 
     def second_moment(self, p):
-        v = self.optimizer.state[p]["exp_avg_sq"]
+        """What Adam divides by the root of: with amsgrad, the largest so far."""
+        state = self.groups[p][0].state[p]
+        v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
         return v.full_tensor() if is_dtensor(v) else v
 
     def adam_group(self, p):
         """The group of the optimizer that p is in, if Adam steps there and has a second moment of p."""
-        if self.optimizer is None or "exp_avg_sq" not in self.optimizer.state.get(p, {}):
+        if not any("exp_avg_sq" in optimizer.state.get(p, {}) for optimizer in self.optimizers):
             return None
         if p not in self.groups:
-            self.groups = {other: group for group in self.optimizer.param_groups for other in group["params"]}
-        return self.groups[p] if "betas" in self.groups[p] else None  # Adafactor has no betas
+            self.groups = {other: (o, group) for o in self.optimizers for group in o.param_groups for other in group["params"]}
+        return self.groups[p][1] if "betas" in self.groups[p][1] else None  # Adafactor has no betas
 
     def distributed(self):
         return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
@@ -461,33 +592,58 @@ class Watch:
 
     # -- on the host, when somebody asks
 
+    @property
+    def last(self):
+        """The newest step alone, a Last; None before the first."""
+        self.fetch()
+        return self.newest
+
+    @property
+    def mean_length(self):
+        """Tokens that count in an example of the newest step."""
+        self.fetch()
+        return self.newest_length
+
+    @property
+    def skipped(self):
+        """Steps that were not measured: their gradient was not finite, GradScaler left them out, or the loss was all one
+        example's."""
+        self.fetch()
+        return self.unmeasured
+
     def fetch(self):
         """Bring the averages up to date, with one transfer for all steps that wait."""
         if not self.waiting:
             return
         waiting, self.waiting = self.waiting, []
         flat = iter(torch.cat([numbers.double() for numbers, *_ in waiting]).tolist())
-        for _, names, whole, events in waiting:
+        for _, names, *about in waiting:
             counts = [next(flat) for _ in range(taps.HEAD)]
-            self.absorb({name: (next(flat), next(flat)) for name in names}, whole, events, *counts)
+            self.absorb({name: (next(flat), next(flat)) for name in names}, *about, *counts)
 
-    def absorb(self, numbers, whole, events, passes, B, total, squares, own, tokens):
+    def absorb(self, numbers, whole, events, asked, passes, B, total, squares, own, tokens):
+        if passes == 0:  # on no rank: alone, it was noticed before
+            self.steps -= 1
+            if asked and not self.checked:
+                raise WatchError(NO_GRADIENT)
+            return self.nothing_to_close(NO_GRADIENT)
         if not all(abs(v) < float("inf") for pair in numbers.values() for v in pair):
-            self.skipped += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
+            self.unmeasured += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
             return
-        if B <= 1:
-            if not self.checked:
-                raise WatchError("one example in the whole step: its noise cannot be told from its gradient. Take a batch of "
-                                 "at least two, by micro-batch, accumulation or ranks")
+        if B == 1 and not self.checked:
+            raise WatchError("one example in the whole step: its noise cannot be told from its gradient. Take a batch of at "
+                             "least two, by micro-batch, accumulation or ranks")
+        h = (squares / total**2 if total else 0) if whole else own / passes**2
+        if B == 1 or not 0 < h < 1:
+            self.unmeasured += 1  # all weight is on one example, or on none
             return
         self.checked = True
-        h = squares / total**2 if whole else own / passes**2
-        self.mean_length = tokens / B if total == B else total / B
+        self.newest_length = tokens / B if total == B else total / B
         coverage = numbers.pop("coverage", None)
         if coverage:
             self.covered = [old + new for old, new in zip(self.covered, coverage)]
         q, big = numbers["total" if self.mode == "exact" else "norm"]
-        self.last = Last(round(B), q / h, big, 1 / h)
+        self.newest = Last(round(B), q / h, big, 1 / h)
         pairs = {name: gns.unequal_pair(*pair, h, B) for name, pair in numbers.items()}
         for name, pair in pairs.items():
             if self.mode == "exact" or name.startswith("norm"):
@@ -541,11 +697,11 @@ class Watch:
         cost = estimate and Cost(estimate["fixed"], estimate["per_sequence"], "measured")
         if cost is None:
             missing.append("What a step costs is not known: " + (
-                "give watch the optimizer, whose step ends it." if not self.timed else
+                "give watch the optimizer, whose step ends it." if not self.optimizers else
                 "Apple's MPS does not tell the time without waiting." if self.timer and self.timer.device == "mps" else
                 f"too few steps were timed, {step_time.WARM_UP} to warm up not counted. In a compiled model, call w.start() "
                 "before a step's first forward pass."))
-        return Decision(noise, of_what, cost, self.quantum, self.last.examples if self.last else 0, missing)
+        return Decision(noise, of_what, cost, self.quantum, self.newest.examples if self.newest else 0, missing)
 
     def whole_noise(self):
         """(noise scale of the whole model as a triple or None, of what, [why not]). In Adam's metric where Adam steps."""
@@ -580,6 +736,8 @@ class Watch:
         words = [f"noise scale {self.say(name)} sequences"]
         if f"{name}_adam" in self.scales:
             words.append(f"in Adam's metric {self.say(name + '_adam')}")
+        if not self.steps and self.begun():
+            words.append("no step was closed yet: call w.step() after its last backward pass, or give watch the optimizer")
         whole = self.whole_noise() if self.calibrations else (None,)
         if whole[0]:
             words.append("of {} {:.3g} [{:.3g}, {:.3g}]".format(whole[1], *whole[0]))
@@ -615,77 +773,42 @@ class Watch:
         self.handles, self.fused = [], {}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What can be watched
+def check_options(model, *, half_life_tokens, calibrate_every, **options):
+    choices = {"mode": ("norm", "exact"), "lengths": ("auto", "equal"), "token_mean": ("auto", "micro", "step"),
+               "batch_dim": (0, 1)}
+    if not isinstance(model, torch.nn.Module):
+        raise WatchError(f"watch(model): expected a torch.nn.Module, got {type(model).__name__}")
+    for name, value in options.items():
+        if value not in choices[name]:
+            raise WatchError(f"{name}={value!r}: expected one of {', '.join(map(str, choices[name]))}")
+    if not half_life_tokens > 0:
+        raise WatchError(f"half_life_tokens={half_life_tokens!r}: expected a number of tokens above 0")
+    if calibrate_every != int(calibrate_every) or calibrate_every < 0:
+        raise WatchError(f"calibrate_every={calibrate_every!r}: expected a number of steps, or 0 for none")
 
 
-def check_model(model):
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.DataParallel):
-            raise WatchError("DataParallel copies the model in every forward pass: start with torchrun, under DDP")
-        if hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None:
-            raise WatchError(f"{name or 'the model'} is compiled already, and torch.compile ignores later hooks: call "
-                             "watch(model) before torch.compile(model)")
+def single(optimizer):
+    """[optimizer] without what may be around it: a list, torchtitan's container, accelerate's wrapper."""
+    if optimizer is None:
+        return []
+    if isinstance(optimizer, (list, tuple)):
+        return [one for each in optimizer for one in single(each)]
+    inner = getattr(optimizer, "optimizers", None) or getattr(optimizer, "optimizer", None)
+    if inner is not None:
+        return single(inner)
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        raise WatchError(f"optimizer: expected a torch.optim.Optimizer or a list of them, got {type(optimizer).__name__}")
+    return [optimizer]
 
 
-def find_sites(model, skip):
-    """(sites, {name: why not})."""
-    sites, left_out = [], {}
-    for name, module in model.named_modules():
-        own = [p for p in module._parameters.values() if p is not None]
-        if own and skips(name, skip):
-            left_out[name] = "skipped"
-        elif isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and own:
-            left_out[name] = MIXES
-        elif own:
-            norm = recognise(module)
-            if isinstance(norm, Norm) and any(p.requires_grad for p in own):
-                sites.append(Site(name, module, norm))
-            elif norm:
-                left_out[name] = "frozen" if isinstance(norm, Norm) else norm
-    return sites, left_out
-
-
-def skips(name, skip):
-    return any(name == s or name.startswith(f"{s}.") for s in skip)
-
-
-def tensors(values):
-    """All tensors in nested arguments, in order."""
-    if isinstance(values, torch.Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for v in values:
-            yield from tensors(v)
-    elif hasattr(values, "values"):
-        for v in values.values():
-            yield from tensors(v)
-
-
-def lengths_of(model, kwargs, B, segments):
-    """(B,) tokens of each example that count in the loss, or None where there is nothing to tell them from."""
-    labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
-    shift, counts = 0, None
-    if isinstance(labels, torch.Tensor):
-        if labels.dim() != 2 or labels.is_floating_point() or labels.shape[0] != B:
-            return None
-        shift = shift_of(model)
-        counts = labels[:, shift:] != IGNORED  # what position t predicts
-    elif isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] == B:
-        counts = mask
-    if segments is None:
-        return None if counts is None else counts.sum(1)
-    document, n = segments
-    document = document[:, :document.shape[1] - shift]
-    counts = torch.ones_like(document) if counts is None else counts.long()
-    return counts.new_zeros(n + 1).index_add_(0, document.reshape(-1) % (n + 1), counts.reshape(-1))[:n]
-
-
-def shift_of(model):
-    """1 where the model shifts labels to the left itself, as causal language models of Hugging Face do."""
-    inner = next((m for m in model.modules() if hasattr(type(m), "loss_function")), None)
-    causal = inner is not None and inner.loss_type in (None, "ForCausalLM", "ForConditionalGeneration")
-    return int(causal and not inner.config.is_encoder_decoder)
+def scaler_of(optimizer):
+    """accelerate's wrapper has the GradScaler."""
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        while each is not None:
+            if getattr(each, "scaler", None) is not None:
+                return each.scaler
+            each = getattr(each, "optimizer", None)
+    return None
 
 
 def is_dtensor(t):

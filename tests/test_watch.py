@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import io
 import weakref
 
@@ -11,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rightbatch import WatchError, gns, watch
-from tests.watching import Encoder, Plain, ids, loop, pair_of, plain, randomise, site_errors
+from tests.watching import Encoder, Plain, check_step, ids, loop, loop_of, pair_of, plain, randomise, site_errors
 
 NORMS = ["first.weight", "first.bias", "second.weight"]
 
@@ -55,6 +56,26 @@ def test_the_row_is_the_unbiased_pair_of_the_steps_averaged():
     assert row["gns/norm_tr_sigma"] == pytest.approx(scale.tr_sigma, rel=1e-4)
     assert row["gns/norm"] == (scale.gns and pytest.approx(scale.gns, rel=1e-3))
     assert set(row) == {f"gns/norm{end}" for end in ("", "_low", "_high", "_sq_norm", "_tr_sigma")}
+
+
+def test_last_is_the_newest_step_whenever_it_is_read():
+    model = plain()
+    w = watch(model)
+    for seed, batch in enumerate((4, 3, 6)):
+        idx = ids(seed, batch=batch, length=5 + seed)
+        model(idx).backward()
+        w.step()
+        check_last(w, *pair_of(truth_of(model, idx), NORMS), batch)
+        assert w.mean_length == 5 + seed
+    (float("inf") * model(ids())).backward()
+    w.step()
+    assert w.skipped == 1
+
+
+def test_help_shows_every_option():
+    options = inspect.signature(watch).parameters
+    assert list(options)[:3] == ["model", "optimizer", "mode"] and options["half_life_tokens"].default == 250_000
+    assert all(f"\n    {name} " in watch.__doc__ for name in options)
 
 
 def test_micro_batches_add_up_to_the_step():
@@ -108,6 +129,15 @@ def test_close_leaves_nothing_behind():
     assert hooks_of(model, optimizer) == before
 
 
+@pytest.mark.parametrize("options", [dict(optimizer=3), dict(mode="exact", skip=["*"]), dict(mode="exact", optimizer=3)], ids=str)
+def test_a_watch_that_is_refused_leaves_nothing_behind(options):
+    model = plain()
+    with pytest.raises(WatchError):
+        watch(model, **options)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert not any(p._backward_hooks for p in model.parameters())
+
+
 def hooks_of(model, optimizer):
     return [len(getattr(m, name)) for m in model.modules() for name in ("_forward_hooks", "_forward_pre_hooks",
             "_backward_hooks", "_forward_hooks_with_kwargs")] + [len(optimizer._optimizer_step_pre_hooks)]
@@ -147,10 +177,82 @@ def test_no_step_waits_for_the_device_after_the_first():
 # -- refusals
 
 
-def test_batch_norm_is_refused_alone_and_left_out_beside_others():
+def test_batch_norm_alone_is_refused():
     with pytest.raises(WatchError, match="mixes examples: no example has a gradient of its own"):
         watch(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    assert "mixes examples" in watch(nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4))).left_out["0"]
+
+
+def test_batch_norm_is_refused_in_exact_mode_until_its_statistics_are_frozen():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 5))
+    with pytest.raises(WatchError, match="mixes examples: no example has a gradient of its own"):
+        watch(model, mode="exact")
+    model.eval()
+    w = watch(model, mode="exact")
+    x = torch.randn(4, 3, 8, 8)
+    model(x).square().mean().backward()
+    w.step()
+    truth = loop_of(model, [lambda m, b=b: m(x[b:b + 1].double()).square().mean() for b in range(4)])
+    check_step(w, truth, [name for name in truth if not name.startswith("1.")], rtol=1e-4)
+    model.train()
+    with pytest.raises(WatchError, match="mixes examples"):
+        model(x)
+
+
+def test_batch_norm_beside_other_norms_is_said_once():
+    with pytest.warns(UserWarning, match="mixes examples") as said:
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.LayerNorm(4))
+        w = watch(model)
+        model(torch.randn(8, 4)).sum().backward()
+    assert w.left_out == {"0": "BatchNorm mixes examples: no example has a gradient of its own"} and len(said) == 1
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(half_life_tokens=0), "half_life_tokens=0: expected"), (dict(calibrate_every=-1), "calibrate_every=-1: expected"),
+    (dict(batch_dim=2), "batch_dim=2: expected one of 0, 1"), (dict(mode="exat"), "mode='exat': expected one of norm, exact"),
+    (dict(optimizer=3), "expected a torch.optim.Optimizer or a list of them, got int")], ids=str)
+def test_an_option_that_makes_no_sense_is_refused_by_name(options, words):
+    with pytest.raises(WatchError, match=words):
+        watch(plain(), **options)
+
+
+@pytest.mark.parametrize("model", [None, plain().parameters()], ids=str)
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(WatchError, match="expected a torch.nn.Module, got"):
+        watch(model)
+
+
+def test_a_step_behind_close_is_refused():
+    model = plain()
+    w = watch(model)
+    model(ids()).backward()
+    w.close()
+    with pytest.raises(WatchError, match="behind w.close()"):
+        w.step()
+    assert "noise scale" in str(w)
+
+
+def test_flat_parameters_are_refused_and_watch_before_them_agrees():
+    import torch.distributed as dist
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(WatchError, match="take fully_shard, or watch"):
+            watch(FullyShardedDataParallel(plain(), device_id=torch.device("cpu")))
+        model, idx = plain(), ids()
+        truth = truth_of(model, idx)
+        w = watch(model)
+        FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))(idx).backward()
+        w.step()
+        check_step(w, truth, NORMS)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_gradient_of_gradients_is_said_to_be_left_out():
+    model, idx = plain(), ids()
+    watch(model)
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        torch.autograd.grad(model(idx), model.embedding.weight, create_graph=True)
 
 
 def test_a_model_without_weighted_norms_is_refused_with_the_way_out():
@@ -360,11 +462,119 @@ def test_checkpointing_keeps_no_input_alive():
     self_first = model.first
     w = watch(model)
     x = torch.randn(4, 6, 16, requires_grad=True)
-    y = checkpoint(inside, x, use_reentrant=False)
+    with w.batch(x):
+        y = checkpoint(inside, x, use_reentrant=False)
     gc.collect()
     alive = [ref() is not None for ref in kept]
     y.sum().backward()
     assert w.sites[0].leaf.grad is not None and alive == [False]
+
+
+class OneParameter(Plain):
+    """Two norm layers, one Parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.RMSNorm(16)
+        self.second.weight = self.first.weight
+
+
+def test_norm_layers_with_one_parameter_have_one_gradient():
+    torch.manual_seed(0)
+    model, idx = randomise(OneParameter()), ids()
+    truth = truth_of(model, idx)
+    w = watch(model)
+    for part in idx.split(2):
+        (model(part) / 2).backward()
+    w.step()
+    check_step(w, truth, ["first.weight"])
+    assert [site.name for site in w.sites] == ["first"] and not w.left_out
+
+
+def test_norm_layers_that_share_a_weight_but_no_bias_are_left_out_with_a_word():
+    model = Plain()
+    model.third = nn.LayerNorm(16)
+    model.third.weight = model.first.weight
+    assert watch(model).left_out == {"first": "shares a part of its parameters with third",
+                                     "third": "shares a part of its parameters with first"}
+
+
+@pytest.mark.parametrize("trained", ["bias", "weight"])
+def test_only_trained_parameters_count(trained):
+    """Biases alone are trained in BitFit."""
+    model, idx = plain(), ids()
+    for name, p in model.named_parameters():
+        p.requires_grad = name.endswith(trained)
+    names = [name for name in NORMS if name.endswith(trained)]
+    truth = truth_of(model, idx)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.0)
+    w = watch(model, optimizer)
+    for _ in range(2):
+        model(idx).backward()
+        optimizer.step()
+        check_step(w, truth, names)
+        optimizer.zero_grad()
+    assert "gns/norm_adam" in w.row()
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_that_changes_a_norms_output_changes_nothing_in_its_gradients(before):
+    model, idx = plain(), ids()
+    w = None if before else watch(model)
+    model.first.register_forward_hook(lambda module, args, y: 3 * y)
+    truth = truth_of(model, idx)
+    w = w or watch(model)
+    model(idx).backward()
+    w.step()
+    check_step(w, truth, NORMS)
+
+
+class Upcast(nn.Module):
+    """As Llama's: computes in float32, so that its bf16 input is not needed for the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+
+    def forward(self, x):
+        return self.weight * nn.functional.rms_norm(x.float(), (16,), None, 1e-6).to(x.dtype)
+
+
+class InPlaceResidual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.hidden = nn.Embedding(32, 16), Upcast(), nn.Linear(16, 16)
+
+    def forward(self, idx):
+        x = self.embedding(idx) * 1
+        x += self.hidden(self.norm(x))
+        return x.float().square().mean()
+
+
+def test_an_input_that_is_changed_in_place_is_copied_from_the_second_step_on():
+    torch.manual_seed(0)
+    model, idx = randomise(InPlaceResidual()).bfloat16(), ids()
+    w = watch(model)
+    with pytest.warns(UserWarning, match="norm: its input is changed in place after it"):
+        model(idx).backward()
+    w.step()
+    assert w.last is None and w.skipped == 1
+    model(idx).backward()
+    w.step()
+    check_last(w, *pair_of(truth_of(model, idx), ["norm.weight"]), 4, rtol=0.05)  # bf16 keeps 8 bits
+
+
+@pytest.mark.parametrize("skip", [("nothing",), "frist", ["first", "block.*.norm"]], ids=str)
+def test_a_name_to_skip_that_matches_nothing_is_refused(skip):
+    with pytest.raises(WatchError, match="matches no module" + (": did you mean 'first'" if skip == "frist" else "")):
+        watch(plain(), skip=skip)
+
+
+def test_names_to_skip_may_be_patterns():
+    assert [site.name for site in watch(plain(), skip="f*t").sites] == ["second"]
+    model = nn.Sequential(Plain(), Plain())
+    assert [site.name for site in watch(model, skip="*.first").sites] == ["0.second", "1.second"]
+    assert [site.name for site in watch(model, skip="1").sites] == ["0.first", "0.second"]
 
 
 # -- modes of training
@@ -463,6 +673,123 @@ def test_an_average_of_weights_is_not_watched():
     average(ids(3)).backward()
     w.step()
     check_last(w, *pair_of(truth_of(model, idx), NORMS), 4)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("options", [{}, dict(mode="exact")], ids=str)
+def test_a_batch_that_is_thrown_away_does_not_go_into_the_next_step(options, set_to_none):
+    model, idx = plain(), ids()
+    truth = truth_of(model, idx)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    w = watch(model, optimizer, **options)
+    for thrown in (False, True, True, False):
+        for part in (ids(5) if thrown else idx).split(2):
+            (model(part) / 2).backward()
+        if not thrown:
+            optimizer.step()
+            check_step(w, truth, list(truth) if options else NORMS, rtol=1e-4)
+        elif not set_to_none:
+            w.forget()
+        optimizer.zero_grad(set_to_none=set_to_none)
+    assert w.skipped == 2 and w.steps == 2
+
+
+def test_gradients_that_are_nowhere_to_be_seen_are_not_taken_for_thrown_away():
+    """Some trainers keep them elsewhere while they accumulate."""
+    model, idx = plain(), ids()
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    w = watch(model)
+    for part in idx.split(2):
+        (model(part) / 2).backward()
+    w.step()
+    check_step(w, truth_of(plain(), idx), NORMS)
+
+
+def test_steps_that_nobody_closes_are_noticed():
+    model = plain()
+    w = watch(model)
+    model(ids()).backward()
+    assert "no step was closed yet: call w.step()" in str(w)
+    with pytest.warns(UserWarning, match="no step was closed: call w.step()"):
+        for seed in range(4):
+            model.zero_grad()
+            model(ids(seed)).backward()
+
+
+def test_an_optimizer_that_steps_without_gradients_closes_nothing():
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+    model, idx = plain(), ids()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    w = watch(model, optimizer)
+    optimizer.step()
+    get_optimizer_state_dict(model, optimizer)  # makes the state by a step of its own
+    assert w.steps == 0
+    model(idx).backward()
+    optimizer.step()
+    optimizer.step()
+    assert w.steps == 1
+    check_step(w, truth_of(model, idx), NORMS)
+
+
+def test_compiled_before_watch_is_said_where_the_optimizer_closes_steps():
+    model, idx = plain(), ids()
+    compiled = torch.compile(lambda i: model(i), backend="eager")
+    compiled(idx).backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    w = watch(model, optimizer)
+    with pytest.warns(UserWarning, match="was the model compiled before"):
+        for _ in range(3):
+            compiled(idx).backward()
+            optimizer.step()
+    assert w.steps == 0 and w.last is None
+
+
+def two_optimizers(model):
+    return [torch.optim.AdamW([p for p in model.parameters() if p.dim() == 1], lr=0.0, betas=(0.9, 0.5), eps=1e-6),
+            torch.optim.AdamW([p for p in model.parameters() if p.dim() > 1], lr=0.0, betas=(0.9, 0.95), eps=1e-3)]
+
+
+@pytest.mark.parametrize("mode", ["norm", "exact"])
+def test_several_optimizers_close_one_step_and_each_parameter_has_the_metric_of_its_own(mode):
+    model, idx = plain(), ids()
+    optimizers = two_optimizers(model)
+    w = watch(model, optimizers, mode=mode, half_life_tokens=1e9)
+    model(ids(7)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    model.zero_grad()
+    truth, q, big = truth_of(model, idx), 0.0, 0.0
+    for name, p in model.named_parameters():
+        optimizer = optimizers[p.dim() > 1]
+        (group,) = optimizer.param_groups
+        v = optimizer.state[p]["exp_avg_sq"].double() / (1 - group["betas"][1])
+        metric = (v > 0) / (v.sqrt() + group["eps"])
+        if name in NORMS or mode == "exact":
+            q += float((metric * truth[name].square()).sum())
+            big += float((metric * truth[name].sum(0).square()).sum())
+    model(idx).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert w.steps == 2
+    sq_norm, tr_sigma = gns.unbiased_pair(4 * q, big, 1, 4)
+    key = "gns/norm_adam" if mode == "norm" else "gns/total_adam"
+    row = w.row()
+    assert row[f"{key}_sq_norm"] == pytest.approx(sq_norm, rel=1e-3)
+    assert row[f"{key}_tr_sigma"] == pytest.approx(tr_sigma, rel=1e-3)
+
+
+def test_amsgrads_metric_is_of_the_largest_second_moment():
+    model = plain()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0, amsgrad=True, betas=(0.9, 0.5))
+    for factor in (100.0, 1.0, 1.0):
+        optimizer.zero_grad()
+        (factor * model(ids())).backward()
+        optimizer.step()
+    w, p = watch(model, optimizer), model.first.weight
+    state = optimizer.state[p]
+    assert float(state["max_exp_avg_sq"].sum()) > 1.5 * float(state["exp_avg_sq"].sum())
+    assert torch.allclose(w.metric_of(p), 1 / ((state["max_exp_avg_sq"] / (1 - 0.5**3)).sqrt() + 1e-8))
 
 
 class TwoSteps(torch.optim.AdamW):

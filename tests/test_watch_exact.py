@@ -81,6 +81,95 @@ def test_a_layer_used_several_times_is_dropped_with_a_word():
     assert 0 < w.coverage < 100
 
 
+class OneWeight(nn.Module):
+    """Two layers of a kind, one weight."""
+
+    def __init__(self, kind):
+        super().__init__()
+        make = {"linear": lambda: nn.Linear(16, 16), "embedding": lambda: nn.Embedding(32, 16)}[kind]
+        self.kind, self.a, self.b, self.norm, self.embedding = kind, make(), make(), nn.LayerNorm(16), nn.Embedding(32, 16)
+        self.b.weight = self.a.weight
+
+    def forward(self, idx):
+        if self.kind == "linear":
+            return self.b(self.norm(self.a(self.embedding(idx)).tanh())).square().mean()
+        return self.norm(self.a(idx) * self.b(idx.flip(1)).cos() + self.embedding(idx)).tanh().square().mean()
+
+
+@pytest.mark.parametrize("kind", ["linear", "embedding"])
+def test_layers_with_one_weight_are_left_out_with_a_word(kind):
+    torch.manual_seed(0)
+    model = randomise(OneWeight(kind))
+    w = watch(model, mode="exact")
+    check(model, {"idx": ids()}, w, ["norm.weight", "norm.bias", "embedding.weight"], coverage=0)
+    assert w.exact.left_out == {"a": "a and b have one weight", "b": "a and b have one weight"}
+
+
+class Doubling(nn.Embedding):
+    def forward(self, idx):
+        return 2 * super().forward(idx)
+
+
+def test_a_layer_with_a_forward_pass_of_its_own_is_left_out_with_a_word():
+    torch.manual_seed(0)
+    model = Plain()
+    model.embedding = Doubling(32, 16)
+    model = randomise(model)
+    w = watch(model, mode="exact")
+    check(model, {"idx": ids()}, w, [n for n in trained(model) if n != "embedding.weight"], coverage=0)
+    assert w.exact.left_out == {"embedding": "has a forward pass of its own"}
+
+
+def test_a_layer_that_cannot_be_measured_is_left_out_and_training_goes_on(monkeypatch):
+    from rightbatch import per_example
+    torch.manual_seed(0)
+    model = plain()
+    monkeypatch.setattr(per_example, "embedding_sq_norms", lambda *args: 1 / 0)
+    w = watch(model, mode="exact")
+    check(model, {"idx": ids()}, w, [n for n in trained(model) if n != "embedding.weight"], coverage=0)
+    assert w.exact.left_out == {"embedding": "could not be measured: division by zero"}
+
+
+def test_a_layer_may_be_called_by_the_name_of_its_input():
+    model = plain()
+    hidden = model.hidden
+    model.hidden = ByName(hidden)
+    check(model, {"idx": ids()}, watch(model, mode="exact"), trained(model))
+
+
+class ByName(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(input=x)
+
+
+PAIRS = {
+    "T5": ("T5ForConditionalGeneration", "T5Config", dict(
+        vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=2,
+        decoder_start_token_id=0, tie_word_embeddings=True)),
+    "BART": ("BartForConditionalGeneration", "BartConfig", dict(
+        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
+        encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+        decoder_start_token_id=2, forced_eos_token_id=None))}
+
+
+@needs("transformers")
+@pytest.mark.parametrize("kind", PAIRS)
+def test_what_is_covered_of_an_encoder_and_decoder_of_different_lengths_agrees(kind):
+    name, config, settings = PAIRS[kind]
+    model, generator = hf(name, config, **settings), torch.Generator().manual_seed(0)
+    batch = {"input_ids": torch.randint(3, 64, (4, 12), generator=generator),
+             "labels": torch.randint(3, 64, (4, 9), generator=generator)}
+    w = watch(model, mode="exact")
+    shared = {"shared", "lm_head", "embed_tokens", "embed_positions", "relative_attention_bias"}
+    covered = [n for n in trained(model) if not shared & set(n.split("."))]
+    check(model, batch, w, covered, coverage=0)
+    assert any("have one weight" in why for why in w.exact.left_out.values())
+
+
 @pytest.mark.parametrize("layer", [nn.Conv2d(4, 6, 3, 2, 1), nn.Conv2d(4, 6, (2, 3), dilation=2, groups=2, bias=False),
                                    nn.Conv1d(4, 6, 3, 2, 1, groups=2)])
 def test_convolutions_agree(layer):

@@ -122,6 +122,42 @@ def test_lightning_agrees_with_accumulation_and_logs_the_keys(tmp_path):
     assert trainer.callback_metrics["gns/norm_tr_sigma"] > 0 and "gns/norm_adam_tr_sigma" in trainer.callback_metrics
 
 
+@needs("pytorch_lightning")
+@pytest.mark.parametrize("one_backward", [True, False])
+def test_lightning_with_two_optimizers_closes_a_step_for_each_backward_pass(tmp_path, one_backward):
+    import pytorch_lightning as pl
+
+    from rightbatch import WatchCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.automatic_optimization = plain(0), plain(1), False
+
+        def training_step(self, batch, index):
+            pairs = list(zip((self.a, self.b), self.optimizers()))
+            if one_backward:
+                self.manual_backward(self.a(batch) + self.b(batch))
+            for net, optimizer in pairs:
+                if not one_backward:
+                    self.manual_backward(net(batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.a.parameters(), lr=0.0), torch.optim.AdamW(self.b.parameters(), lr=0.0)
+
+    module, data, callback = Module(), ids(batch=12), WatchCallback()
+    names = ["first.weight", "first.bias", "second.weight"]
+    pairs = [pair_of(loop(net, {"idx": data[8:]}), names) for net in (module.a, module.b)]
+    pl.Trainer(max_epochs=1, callbacks=[callback], logger=False, log_every_n_steps=1, enable_checkpointing=False,
+               enable_progress_bar=False, accelerator="cpu", enable_model_summary=False, default_root_dir=tmp_path
+               ).fit(module, torch.utils.data.DataLoader(data, batch_size=4, shuffle=False))
+    q, big = [sum(v) for v in zip(*pairs)] if one_backward else pairs[1]
+    assert callback.w.steps == (3 if one_backward else 6) and len(callback.w.optimizers) == 2
+    assert (callback.w.last.small, callback.w.last.big) == (pytest.approx(4 * q, rel=1e-4), pytest.approx(big, rel=1e-4))
+
+
 @needs("accelerate")
 @pytest.mark.parametrize("before", [True, False])
 def test_accelerate_closes_a_step_when_it_steps(before):
@@ -177,6 +213,14 @@ def test_what_ddp_waits_for_is_fixed_cost_and_the_slowest_ranks_clock_counts(ran
     own, slowest = ranks["times"]["own"], ranks["times"]["slowest"]
     assert (own["per_sequence"][0], own["fixed"][0]) == (pytest.approx(1 / 8), pytest.approx(5))
     assert (slowest["per_sequence"][0], slowest["fixed"][0]) == (pytest.approx(2 / 8), pytest.approx(5))
+
+
+def test_compiled_before_watch_is_said_on_several_ranks(ranks):
+    assert "was the model compiled before" in ranks["compiled"]
+
+
+def test_a_layer_that_one_rank_does_not_use_stops_no_other(ranks):
+    assert ranks["exact"]["examples"] == 8 and 0 < ranks["exact"]["coverage"] <= 100
 
 
 def test_adams_metric_is_the_same_on_shards(ranks):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rightbatch import WatchError, gns, watch
-from tests.watching import TINY, B, Plain, T, hf, ids, loop, pair_of, plain
+from tests.watching import TINY, B, Plain, T, check_step, hf, ids, loop, loop_of, pair_of, plain
 
 needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
 LENGTHS = torch.tensor([12, 3, 7, 5])
@@ -178,3 +178,127 @@ def test_weights_hold_for_one_pass_alone():
     w.step()
     w.fetch()
     assert w.last.effective == pytest.approx(4)
+
+
+class Labelled(Plain):
+    """Its own loss, of labels that come however the caller likes."""
+
+    def forward(self, input_ids, labels=None):
+        if labels is None:
+            input_ids, labels = input_ids["input_ids"], input_ids["labels"]
+        x = self.embedding(input_ids)
+        logits = self.head(self.second(x + self.hidden(self.first(x)).tanh()))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, Wrapper], ids=["model", "wrapper"])
+@pytest.mark.parametrize("how", ["by name", "by position", "in a dict"])
+def test_labels_count_however_they_are_given(how, wrap):
+    torch.manual_seed(0)
+    model, idx = Labelled(), ids()
+    batch = dict(input_ids=idx, labels=idx.masked_fill(torch.arange(T) >= LENGTHS[:, None], -100))
+    shares = LENGTHS.double() / LENGTHS.sum()
+    q, big = pair_of(loop(model, batch, shares=shares), ["first.weight", "first.bias", "second.weight"])
+    watched = wrap(model)
+    w = watch(watched)
+    args, kwargs = {"by name": ((), batch), "by position": (tuple(batch.values()), {}), "in a dict": ((batch,), {})}[how]
+    watched(*args, **kwargs).backward()
+    w.step()
+    check(w, q, big, shares)
+
+
+@needs_transformers
+def test_num_items_in_batch_counts_only_where_the_loss_uses_it():
+    """Trainer passes it to every model that takes **kwargs. BERT's loss for token classification leaves it lying."""
+    n = LENGTHS.double()
+    cuts = [slice(0, 2), slice(2, 4)]
+    of_pass = torch.cat([n[c] / n[c].sum() / 2 for c in cuts])
+    model, batch = hf("BertForTokenClassification", "BertConfig", num_labels=3, **TINY), ragged()
+    batch["labels"] = (batch["labels"] % 3).masked_fill(batch["labels"] < 0, -100)
+    w = watch(model)
+    for c in cuts:
+        (model(**{k: v[c] for k, v in batch.items()}, num_items_in_batch=LENGTHS.sum()).loss / 2).backward()
+    w.step()
+    check(w, *pair_of(loop(model, batch, shares=of_pass), norm_names(model, w)), of_pass)
+    model, batch, n = hf("LlamaForCausalLM", "LlamaConfig", **TINY), ragged(), n - 1
+    w = watch(model)
+    for c in cuts:
+        model(**{k: v[c] for k, v in batch.items()}, num_items_in_batch=int(n.sum())).loss.backward()
+    w.step()
+    check(w, *pair_of(loop(model, batch, shares=n / n.sum()), norm_names(model, w)), n / n.sum())
+
+
+@needs_transformers
+def test_a_mask_says_nothing_about_a_loss_of_whole_examples():
+    """BERT without a head: what the caller makes of its output, here of each [CLS], has no tokens."""
+    model, batch, y = hf("BertModel", "BertConfig", **TINY), ragged(), torch.randn(B, 32, dtype=torch.float64)
+    del batch["labels"]
+
+    def loss(m, rows):
+        got = m(**{k: v[rows] for k, v in batch.items()}).last_hidden_state[:, 0]
+        return nn.functional.mse_loss(got, y[rows].to(got.dtype))
+    w = watch(model)
+    loss(model, slice(None)).backward()
+    w.step()
+    truth = loop_of(model, [lambda m, b=b: loss(m, slice(b, b + 1)) for b in range(B)])
+    check_step(w, truth, norm_names(model, w), rtol=2e-5)
+
+
+@pytest.mark.parametrize("sizes", [(3, 5), (1, 7)], ids=str)
+def test_unequal_micro_batches_weighted_by_their_size_are_one_mean_over_the_step(sizes):
+    model, idx = plain(), ids(batch=8)
+    w = watch(model, token_mean="step")
+    for part in idx.split(sizes):
+        (model(part) * len(part) / 8).backward()
+    w.step()
+    check_step(w, loop(model, {"idx": idx}), ["first.weight", "first.bias", "second.weight"])
+
+
+@needs_transformers
+def test_a_step_whose_weight_is_all_on_one_example_says_nothing_and_stops_nothing():
+    """Fine-tuning meets such batches: all labels of the other row are ignored."""
+    model, batch = hf("LlamaForCausalLM", "LlamaConfig", **TINY), ragged()
+    w = watch(model)
+    labels = batch["labels"].clone()
+    labels[1:] = -100
+    for step in range(3):
+        model(**(batch if step == 1 else batch | dict(labels=labels))).loss.backward()
+        w.step()
+        w.row()
+    assert w.scales["norm"].averages.updates == 1 and w.skipped == 2
+
+
+@needs_transformers
+def test_a_micro_batch_without_labels_weighs_nothing_in_a_mean_over_the_step():
+    model, batch = hf("LlamaForCausalLM", "LlamaConfig", **TINY), ragged()
+    n = (LENGTHS - 1).double()
+    w = watch(model)
+    for labels in (batch["labels"], torch.full_like(batch["labels"], -100)):
+        model(**batch | dict(labels=labels), num_items_in_batch=int(n.sum())).loss.backward()
+    w.step()
+    assert w.last.examples == 2 * B and w.last.effective == pytest.approx(float(n.sum() ** 2 / n.square().sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("say, words", [
+    (lambda w: w.weights([1, 2]), "2 weights for 4 examples"),
+    (lambda w: w.weights([0, 0, 0, 0]), "not all zero"),
+    (lambda w: w.weights([1, -1, 1, 1]), "none negative"),
+    (lambda w: w.segments(torch.zeros(4, 12, dtype=torch.long) + torch.arange(4)[:, None], 2), "from 0 to 1.* got 0 to 3"),
+    (lambda w: w.segments(torch.arange(4)[:, None].expand(4, 11)), r"\(4, 12, 16\) does not begin with \(4, 11\)"),
+    (lambda w: w.segments(torch.arange(12)[None].expand(4, -1) // 6), "a document is in several rows"),
+])
+def test_weights_and_documents_that_do_not_fit_the_batch_are_refused(say, words):
+    model = plain()
+    w = watch(model)
+    with pytest.raises(WatchError, match=words):
+        say(w)
+        model(ids()).backward()

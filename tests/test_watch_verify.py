@@ -78,3 +78,24 @@ def test_a_model_whose_norms_have_no_weight_is_refused_and_exact_mode_agrees():
         verify(model, lambda m, idx: m(idx), ids())
     report = verify(model, lambda m, idx: m(idx), ids(), mode="exact")
     assert report.error < 1e-4 and [row[0] for row in report.rows] == ["embedding", "hidden", "head"]
+
+
+@pytest.mark.parametrize("fails", [lambda model, idx: 1 / 0, lambda model, idx: model(idx) if len(idx) > 1 else 1 / 0])
+def test_a_loss_that_fails_leaves_the_model_as_it_was(fails):
+    model = plain().train()
+    model.hidden.eval()
+    model(ids(9)).backward()
+    before = [p.grad for p in model.parameters()]
+    with pytest.raises(ZeroDivisionError):
+        verify(model, fails, ids())
+    assert model.training and not model.hidden.training and model.head.training
+    assert all(a is b for a, b in zip(before, (p.grad for p in model.parameters())))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_frozen_weights_beside_trained_biases_are_not_in_the_table():
+    model = plain()
+    for name, p in model.named_parameters():
+        p.requires_grad = name.endswith("bias")
+    report = verify(model, lambda m, idx: m(idx), ids())
+    assert report.error < 1e-4 and [row[0] for row in report.rows] == ["first"]

@@ -95,6 +95,22 @@ def test_micro_steps_are_per_example_and_clipping_and_update_are_fixed(clock):
     assert w.timer.averages.updates == 7  # of 12: the first is asked about before its update, and one holds the stray pass
 
 
+def test_of_several_optimizers_the_last_ends_the_step(clock):
+    torch.manual_seed(0)
+    model = Slow(clock)
+    optimizers = [Adam(parameters) for parameters in ([model.embedding.weight], list(model.parameters())[1:])]
+    for optimizer in optimizers:
+        optimizer.clock = clock
+    w = watch(model, optimizers)
+    for _ in range(WARM_UP + 4):
+        clock[0] += 100
+        model(draw()).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert (w.row()["step_time/per_sequence_ms"], w.row()["step_time/fixed_ms"]) == pytest.approx((3000, 14000))
+
+
 def test_layers_without_norms_are_timed_too(clock):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Embedding(32, 8), torch.nn.Linear(8, 4))

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rightbatch import watch
+from rightbatch import WatchError, watch
 from tests.test_watch_frameworks import documents, trainer_of, truth_of_ragged
 from tests.watching import TINY, hf, ids, loop, pair_of, plain
 
@@ -76,6 +76,30 @@ def times(rank, data):
     return dict(own=w.timer.estimate(), slowest=w.step_cost(all_ranks=True))
 
 
+def compiled_before(rank, data):
+    model = plain()
+    compiled = torch.compile(lambda idx: model(idx), backend="eager")
+    compiled(data[rank]).backward()
+    w = watch(model)
+    compiled(data[rank]).backward()
+    try:
+        w.step()
+    except WatchError as error:
+        return str(error)
+
+
+def exact(rank, data):
+    """A layer that only one of two ranks uses."""
+    model = plain()
+    model.extra = torch.nn.Linear(16, 1)
+    forward = type(model).forward
+    model.forward = lambda idx: forward(model, idx) + (model.extra(model.embedding(idx)).square().mean() if rank else 0.0)
+    w = watch(model, mode="exact")
+    model(data[rank]).backward()
+    w.step()
+    return dict(examples=w.last.examples, coverage=w.coverage)
+
+
 def fsdp(rank, data):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -108,7 +132,7 @@ def main(folder):
     dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), rank=rank, world_size=2)
     data = ids(batch=8).split(4)
     numbers = dict(truth=pair_of(loop(plain(), {"idx": torch.cat(data)}), NORMS), ddp=ddp(rank, data), fsdp=fsdp(rank, data),
-                   times=times(rank, data))
+                   times=times(rank, data), compiled=compiled_before(rank, data), exact=exact(rank, data))
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"):
         numbers |= huggingface(folder)
     if rank == 0:

@@ -119,3 +119,23 @@ def pair_of(truth, names):
     """(q, big) of the loop over some parameters."""
     c = torch.cat([truth[name].flatten(1) for name in names], 1)
     return float(c.square().sum()), float(c.sum(0).square().sum())
+
+
+def loop_of(model, losses, shares=None):
+    """The same for losses that are not one call of the model: [function of the model -> loss of one example]."""
+    model, rows = copy.deepcopy(model).double(), {}
+    for b, loss in enumerate(losses):
+        model.zero_grad()
+        ((1 / len(losses) if shares is None else float(shares[b])) * loss(model)).backward()
+        for name, p in model.named_parameters():
+            rows.setdefault(name, []).append(torch.zeros_like(p) if p.grad is None else p.grad.clone())
+    return {name: torch.stack(r) for name, r in rows.items()}
+
+
+def check_step(w, truth, names, shares=None, rtol=1e-5):
+    """w.last against the loop, with its scale."""
+    q, big = pair_of(truth, names)
+    B = len(next(iter(truth.values())))
+    h = 1 / B if shares is None else float(sum(float(s) ** 2 for s in shares))
+    assert w.last.examples == B and abs(w.last.effective * h - 1) < 1e-5
+    assert abs(w.last.small / (q / h) - 1) < rtol and abs(w.last.big / big - 1) < rtol, (w.last, q / h, big)
