@@ -61,8 +61,8 @@ def about_run(result, run):
 def about_noise(result, run):
     n, right = result["noise"], result["right_batch"]
     text = (f"Noise scale: {n['lowest']:.3g} to {n['highest']:.3g} sequences on the way, "
-            f"{interval(right, 'balance', '{:.3g}'.format)} on average. The average counts each step by its progress. It is "
-            f"{predict.NOISE[n['key']]} ({n['key']}).")
+            f"{interval(right, 'balance', '{:.3g}'.format)} on average. The average counts each step by its progress. "
+            f"This noise scale is {predict.NOISE[n['key']]} ({n['key']}).")
     wanted = "_adam" if run.config.get("gns_metric", "adam") == "adam" else ""
     if n["key"].endswith("_adam") != bool(wanted):
         text += (" The log has none in Adam's metric, in which AdamW steps and which predicts better." if wanted else
