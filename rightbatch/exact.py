@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from rightbatch import per_example, taps
-from rightbatch.passes import AGAIN
+from rightbatch.passes import AGAIN, in_backward
 from rightbatch.recognise import WatchError
 
 CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d)
@@ -95,6 +95,8 @@ class Exact:
         if now is None or not y.requires_grad:
             return None
         x, dim = args[0] if args else next(iter(kwargs.values())), self.owner.batch_dim
+        if not in_backward():
+            now.calls[layer.name] = now.calls.get(layer.name, 0) + 1
         if now.calls.get(layer.name, 0) > 1:
             self.left_out[layer.name] = "used several times in a forward pass"
         elif now is not AGAIN and (x.dim() < 2 or now.B is not None and x.shape[dim] != now.B):

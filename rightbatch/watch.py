@@ -280,7 +280,6 @@ class Watch:
         if not now.inside:
             raise WatchError(f"{name} is called outside of the model's own forward pass, so that its batch is not known. Call "
                              "the model itself, model(x), or say what is one pass: with w.batch(x): loss = model.loss(x)")
-        now.calls[name] = now.calls.get(name, 0) + 1
         return now
 
     def pass_of_second_call(self, name):
@@ -325,7 +324,7 @@ class Watch:
         if is_dtensor(x) or is_dtensor(y):
             raise WatchError(f"{site.name}: an example is spread over ranks (sequence parallelism), so that no rank has its "
                              f"gradient. Watch a model without it, or skip=({site.name!r},)")
-        if now.calls[home.name] > 1 and in_backward():
+        if in_backward() and now.calls[home.name] > 1:
             raise WatchError(f"{site.name} is used several times in a forward pass under reentrant checkpointing, which runs "
                              "backward for each alone: use_reentrant=False")
         if dim >= x.dim() - max(0, -site.norm.channels):
@@ -622,12 +621,15 @@ class Watch:
             self.absorb({name: (next(flat), next(flat)) for name in names}, *about, *counts)
 
     def absorb(self, numbers, whole, events, asked, passes, B, total, squares, own, tokens):
+        coverage = numbers.pop("coverage", None)
+        reported = [name for name in numbers if self.mode == "exact" or name.startswith("norm")]
+        scales = {name: self.scale(name) for name in reported}  # in the log from the first step on
         if passes == 0:  # on no rank: alone, it was noticed before
             self.steps -= 1
             if asked and not self.checked:
                 raise WatchError(NO_GRADIENT)
             return self.nothing_to_close(NO_GRADIENT)
-        if not all(abs(v) < float("inf") for pair in numbers.values() for v in pair):
+        if not all(abs(v) < float("inf") for pair in (*numbers.values(), coverage or ()) for v in pair):
             self.unmeasured += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
             return
         if B == 1 and not self.checked:
@@ -639,15 +641,13 @@ class Watch:
             return
         self.checked = True
         self.newest_length = tokens / B if total == B else total / B
-        coverage = numbers.pop("coverage", None)
         if coverage:
             self.covered = [old + new for old, new in zip(self.covered, coverage)]
         q, big = numbers["total" if self.mode == "exact" else "norm"]
         self.newest = Last(round(B), q / h, big, 1 / h)
         pairs = {name: gns.unequal_pair(*pair, h, B) for name, pair in numbers.items()}
-        for name, pair in pairs.items():
-            if self.mode == "exact" or name.startswith("norm"):
-                self.scale(name).update(*pair, tokens)
+        for name, scale in scales.items():
+            scale.update(*pairs[name], tokens)
         for metric in ("", "_adam") if self.mode == "norm" and self.calibrate_every else ():
             if f"norm{metric}" in pairs:
                 self.calibrated(metric).update(self.scales[f"norm{metric}"], tokens, pairs.get(f"total{metric}"),
