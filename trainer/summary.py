@@ -137,8 +137,8 @@ def closing(config):
     steps = log.steps(rows)
     if not steps:
         return f"{config.out_dir}: no step was logged (log_interval={config.log_interval})."
-    from plots import report  # matplotlib is slow to import
-    picture = report.draw(config.out_dir)
+    from plots import report, style  # matplotlib is slow to import
+    picture = style.attempt(report.draw, config.out_dir)
     lines = ["", result_summary(rows, steps), *advice.right_batch(config.out_dir), *noise_summary(steps, config),
              schedule_summary(rows, steps, config)]
     lines += [f"Picture: {picture}", f"Text: python sample.py {config.out_dir}",

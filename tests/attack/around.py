@@ -71,8 +71,8 @@ class Around(Harness):
                 os.unlink(os.path.join(data, "verified.json"))
             self.remount(disk, "ro")
             if what == "reader":
-                asked = [("sample", "--tokens=5"), ("whatif", "--json=-"), ("whatif",), ("plot",)]
-                name, *options = self.rng.choice([words for words in asked if words[0] in sys.modules])
+                asked = [("sample", "--tokens=5"), ("whatif", "--json=-"), ("whatif",), ("plot",), ("export", "--hf")]
+                name, *options = self.rng.choice(self.possible(asked))
                 child = self.command(name, out, *options)
                 child.wait()
             elif what == "data":
@@ -273,11 +273,15 @@ class Around(Harness):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(out, name))
         checkpoint.save(out, state)
-        child = self.train(out)
+        asked = [("sample", out, "--tokens=5", "--prompt=\x01"), ("export", out, f"--hf={out}-exported"),
+                 ("export", out, f"--hf={out}-exported", "--newest"), ("train", out), ("train", out, "--eval"),
+                 ("sweep", "branch", out, "--at", "3200", "--dry_run")]
+        command, *arguments = self.rng.choice(self.possible(asked))
+        child = self.train(out) if self.rng.random() < 0.4 else self.command(command, *arguments)
         child.wait()
         if child.code in (0, 1) and "Traceback" not in child.error():
             return "survived", ""
-        return ("failed", bad) if (bad := refusal(child)) else ("refused", "")
+        return ("failed", f"{command} {arguments}: {bad}") if (bad := refusal(child)) else ("refused", "")
 
     # -- the commands around
 
@@ -335,12 +339,17 @@ class Around(Harness):
                 bad = f"names no file: {child.error()[-150:]!r}"
             return ("failed", bad) if bad else ("refused", "")
 
+    @staticmethod
+    def possible(asked):
+        """Of such commands, those that the attacked version has."""
+        return [words for words in asked if words[0] in sys.modules]
+
     def readers(self):
-        """sample, plot, whatif and sweep branch on a damaged folder: an answer, or one line."""
+        """sample, export, plot, whatif and sweep branch on a damaged folder: an answer, or one line."""
         out = self.folder(self.whole)
         for _ in range(self.rng.choice([1, 1, 2])):
-            name = self.rng.choice(["log.jsonl", "log.jsonl", "config.json", "ckpt.pt", "step_time.json"])
-            if name != "ckpt.pt" and self.rng.random() < 0.6:
+            name = self.rng.choice(["log.jsonl", "log.jsonl", "config.json", "ckpt.pt", "ckpt.best.pt", "step_time.json"])
+            if not name.endswith(".pt") and self.rng.random() < 0.6:
                 change_values(os.path.join(out, name), self.rng)
             else:
                 damage(os.path.join(out, name), self.rng)
@@ -348,12 +357,12 @@ class Around(Harness):
         asked = [
             ("sample", out, "--tokens=5"), ("plot", out), ("plot", "--layers", out), ("whatif", out),
             ("whatif", out, "--json=-"), ("train", out), ("train", out, "--eval"), ("train", out, "--max_tokens=8000"),
-            ("export", out, "--out", out + "-exported"),
+            ("export", out, f"--hf={out}-exported"), ("export", out, f"--hf={out}-exported", "--newest"),
             ("plot", out, self.whole, f"--out={picture}"), ("whatif", out, "--export=steps"), ("whatif", out, "--hours=1"),
             ("plot", "--compare", f"a={self.whole}", f"b={out}", f"--out={picture}"),
             ("whatif", out, "--devices=1,8", "--kind=H100"),
             ("sweep", "branch", out, "--at", "3200", "--factors", "1,nan"), ("sweep", "runs", f"--out_dir={out}", "--dry_run")]
-        command, *arguments = self.rng.choice([words for words in asked if words[0] in sys.modules])
+        command, *arguments = self.rng.choice(self.possible(asked))
         child = self.command(command, *arguments)
         child.wait()
         text = child.error()

@@ -113,8 +113,8 @@ class Attack(Around):
             return "failed", f"unreadable result: {e}"
 
     def signals(self):
-        """A terminal that is lost, Ctrl-C, SIGTERM; then on to the end."""
-        out, number = self.folder(), self.rng.choice([signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+        """A terminal that is lost, Ctrl-C, SIGTERM, a scheduler's SIGUSR1; then on to the end."""
+        out, number = self.folder(), self.rng.choice([signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
         child = self.train(out)
         self.wait_for_log(child, out, 2000)
         with contextlib.suppress(ProcessLookupError):

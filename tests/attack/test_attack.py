@@ -30,3 +30,13 @@ def test_the_attack_notices_a_trainer_that_does_not_look_at_its_checkpoints(tmp_
     done = subprocess.run([sys.executable, "-c", code, root, os.path.dirname(SCRIPT), "--only=flips", "--cases=60"],
                           capture_output=True, text=True, timeout=900)
     assert done.returncode == 1 and "silent change" in done.stdout, done.stdout + done.stderr
+
+
+def test_an_option_that_does_not_exist_is_no_refusal(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(os.path.dirname(SCRIPT))
+    import harness
+    child = harness.Child.__new__(harness.Child)
+    child.errors, child.code = str(tmp_path / "errors"), 2
+    for words, good in (("ckpt.pt is not readable", True), ("unrecognized arguments: --out (see --help)", False)):
+        (tmp_path / "errors").write_text(f"error: {words}\n")
+        assert (harness.refusal(child) == "") == good
