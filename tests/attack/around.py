@@ -1,6 +1,7 @@
 """Cases of the attack that come from around a run: its disks, its other processes, the commands that prepare and read."""
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -276,12 +277,12 @@ class Around(Harness):
         asked = [("sample", out, "--tokens=5", "--prompt=\x01"), ("export", out, f"--hf={out}-exported"),
                  ("export", out, f"--hf={out}-exported", "--newest"), ("train", out), ("train", out, "--eval"),
                  ("sweep", "branch", out, "--at", "3200", "--dry_run")]
-        command, *arguments = self.rng.choice(self.possible(asked))
-        child = self.train(out) if self.rng.random() < 0.4 else self.command(command, *arguments)
+        words = self.rng.choice(self.possible(asked))
+        child = self.command(*words) if self.rng.random() < 0.6 else self.train(out)
         child.wait()
         if child.code in (0, 1) and "Traceback" not in child.error():
             return "survived", ""
-        return ("failed", f"{command} {arguments}: {bad}") if (bad := refusal(child)) else ("refused", "")
+        return ("failed", f"{words[0]}, or a resume: {bad}") if (bad := refusal(child)) else ("refused", "")
 
     # -- the commands around
 
@@ -339,10 +340,10 @@ class Around(Harness):
                 bad = f"names no file: {child.error()[-150:]!r}"
             return ("failed", bad) if bad else ("refused", "")
 
-    @staticmethod
-    def possible(asked):
-        """Of such commands, those that the attacked version has."""
-        return [words for words in asked if words[0] in sys.modules]
+    def possible(self, asked):
+        """Of such commands, those that the attacked version has; the others are remembered."""
+        self.left_out += [name for words in asked if (name := unknown(words))]
+        return [words for words in asked if not unknown(words)]
 
     def readers(self):
         """sample, export, plot, whatif and sweep branch on a damaged folder: an answer, or one line."""
@@ -369,6 +370,23 @@ class Around(Harness):
         if child.code == 0 and "Traceback" not in text:
             return "survived", ""
         return ("failed", f"{command} {arguments}: {bad}") if (bad := refusal(child)) else ("refused", "")
+
+
+# what an older version may lack: the words on the command line, and the name in its code that says that it does not
+YOUNGER = {("train", "--eval"): ("train", "evaluate"), ("train", "RUN"): ("configurator", "of_run"),
+           ("sweep", "branch", "--dry_run"): ("sweeps.branch", "dry_run")}
+
+
+def unknown(words):
+    """The command, in words, if the attacked version does not have it, or ''."""
+    command, *options = words
+    if command not in sys.modules:
+        return command
+    given = {"RUN" if os.path.isdir(option) else option.partition("=")[0] for option in options}
+    for (name, *needed), (module, attribute) in YOUNGER.items():
+        if name == command and given >= set(needed) and not hasattr(importlib.import_module(module), attribute):
+            return " ".join([name, *needed])
+    return ""
 
 
 def ended(child):

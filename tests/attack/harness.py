@@ -136,6 +136,7 @@ class Harness:
     def __init__(self, work, rng):
         import configurator
         self.work, self.rng, self.number, self.keys = work, rng, 0, list(configurator.FIELDS)
+        self.left_out = []  # commands that this version does not have, of the kind that is tried now
         self.data = dataset(os.path.join(work, "data"))
         self.whole = self.folder()
         assert self.train(self.whole).wait() == 0, "a run without an attack"
