@@ -46,7 +46,7 @@ def main(argv=None):
             print(*comparable.warnings(args.out_dirs), report.draw(*args.out_dirs, path=args.out), sep="\n")
     except (ConfigError, OSError, UnicodeEncodeError) as e:
         die(explain(e) or e)
-    return 0
+    return terminal.heard()
 
 
 if __name__ == "__main__":

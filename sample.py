@@ -105,7 +105,7 @@ def main(argv=None):
             raise
         configurator.die(words)
     print(text)
-    return 0
+    return terminal.heard()
 
 
 if __name__ == "__main__":

@@ -197,11 +197,11 @@ def main(argv=None):
     terminal.steady()
     if any(a in ("-h", "--help") for a in argv):
         log.say(configurator.help_text())
-        return 0
+        return terminal.heard()
     ranks = None
     try:
         if "--plan" in argv:
-            return plan.main(argv)
+            return terminal.heard(plan.main(argv))
         only_eval = "--eval" in argv
         argv = [a for a in argv if a != "--eval"]
         config, name = configurator.parse_named([*argv, "--resume=True"] if only_eval else argv, distributed.world_size())
@@ -212,7 +212,7 @@ def main(argv=None):
         idle = hardware.idle_gpus(device, ranks.world, argv)
         if idle:
             print(idle, flush=True)
-        code = evaluate(config, ranks, device) if only_eval else train(config, ranks, device, name)
+        code = terminal.heard(evaluate(config, ranks, device)) if only_eval else train(config, ranks, device, name)
         ranks.stop()
         return code
     except Exception as e:

@@ -137,7 +137,7 @@ def main(argv=None):
         configurator.die(e)
     except OSError as e:
         configurator.die(f"{e.filename or 'output'}: {e.strerror}: --out and --json say where to write")
-    return 0
+    return terminal.heard()
 
 
 def show(args, result, run, phases, machine):

@@ -5,7 +5,7 @@ What all pictures share: colours, axes, the rows of a log they are drawn from; a
 import io
 import os
 
-from configurator import ConfigError
+from configurator import ConfigError, explain, short
 from trainer import log, output
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")  # Okabe & Ito, safe for all eyes
@@ -46,11 +46,20 @@ def line(ax, x, y, **how):
 
 
 def pyplot():
+    os.environ["MPLBACKEND"] = "agg"  # a notebook's, or one that is not there, would fail already at the import
     import matplotlib  # slow to import, so only when a picture is drawn
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     plt.rcParams.update(STYLE)
     return plt
+
+
+def attempt(draw, *arguments):
+    """The path of a picture or, where it cannot be drawn, why not: for who has more to say than the picture shows."""
+    try:
+        return draw(*arguments)
+    except Exception as e:  # matplotlib's, too, which may be anything
+        return f"none, it could not be drawn: {explain(e) or short(e)}"
 
 
 def save(figure, path):

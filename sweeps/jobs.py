@@ -38,7 +38,9 @@ def run_training(config, alone=True, start=subprocess.Popen, **changes):
     values = {**vars(config), "wandb_log": False, **changes}
     os.makedirs(values["out_dir"], exist_ok=True)
     arguments = [f"--{k}={v}" for k, v in values.items()]
-    with open(os.path.join(values["out_dir"], "train.out"), "a", encoding="utf-8") as out:
+    words = os.path.join(values["out_dir"], "train.out")
+    checkpoint.unshare(words)
+    with open(words, "a", encoding="utf-8") as out:
         if not alone:
             import train
             with contextlib.redirect_stdout(out):

@@ -144,6 +144,23 @@ def test_what_is_not_finite_shows_where_the_formula_shows_it(which, value, dtype
     assert not bad[0][:at // 32 * 32].any(), "earlier tiles of queries"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_gradient_that_is_not_finite_reaches_its_query_and_the_keys_that_it_sees_and_no_other_by_the_formula(value, dtype):
+    """dv of a later key is a weight of 0 times NaN by the formula; here that shows within the tile alone. torch's own marks dk
+    of all later keys, too."""
+    T, H, D, at = 160, 2, 16, 100
+    qkv, dy = inputs(1, T, H, D, dtype)
+    dy[0, at, 3] = value   # in the first head
+    bad, expected = ([~t.isfinite().view(T, H, D) for t in f(qkv, dy, H)] for f in (results, textbook))
+    for name, a, b in zip(NAMES, bad, expected):
+        assert not a[:, 1].any(), (name, "the other head")
+        assert not (a & ~b).any(), (name, "finite by the formula")
+        assert torch.equal(a[:at + 1], b[:at + 1]), (name, "the query and the keys that it sees")
+    assert not bad[0].any() and bad[1][:, 0].any(-1).nonzero().flatten().tolist() == [at], "output and dq"
+    assert not bad[2][at + 1:].any() and not bad[3][at // 32 * 32 + 32:].any(), "keys that it does not see"
+
+
 # ---- as part of torch
 
 def test_second_derivatives_are_refused_in_words():
@@ -258,6 +275,13 @@ def test_a_model_learns_the_same_with_and_without_the_kernel(dtype, tolerance, m
 # ---- building
 
 FLAGS = {"avx512": "-mno-avx512bf16", "avx2": "-mno-avx512f", "sse": "-march=x86-64"}
+MACROS = {"avx512": "__AVX512F__", "avx2": "__AVX2__", "sse": "__SSE2__"}   # what the compiler says that the CPU then has
+
+
+def macros(flags):
+    """What the compiler defines under such flags."""
+    command = [*build.find_compiler(), *flags, "-dM", "-E", "-x", "c++", "-"]
+    return subprocess.run(command, input="", capture_output=True, text=True).stdout.split()
 
 
 @pytest.mark.parametrize("kind", FLAGS)
@@ -266,6 +290,8 @@ def test_older_instruction_sets_are_as_accurate(kind, tmp_path):
     if platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("flags of x86")
     path, flags = str(tmp_path / "attention.so"), ["-std=gnu++17", "-O2", "-fPIC", "-shared", "-march=native", FLAGS[kind]]
+    if MACROS[kind] not in macros(flags):
+        pytest.skip(f"this CPU, or this compiler, has no {kind}")
     subprocess.run([*build.find_compiler(), *flags, f"{ROOT}/rightbatch/kernels/attention.cpp", "-o", path], check=True)
     library = ctypes.CDLL(path)
 

@@ -40,8 +40,8 @@ EDITS = {"no data": put(data=...), "no state": put(state=...), "empty state": pu
          "few characters": put(data__characters=["a"]), "separator is a dictionary": put(data__separator={}),
          "no weights": put(model={}), "weights are a list": put(model=[1]), "weights are numbers": put(model={"wte.weight": 1}),
          "cosine attention is a number": put(config__cos_attn=7), "empty data": put(data={}),
-         "very wide": put(config__n_embd=10**9), "unknown norm": put(config__norm="zz"),
-         "no word on biases": put(config__bias=None),
+         "biases are None": put(config__bias=None), "very wide": put(config__n_embd=10**9),
+         "unknown norm": put(config__norm="zz"),
          "no context": put(config__block_size=0), "settings are a list": put(config=[1]), "state is a list": put(state=[]),
          "weights that are no numbers": lambda s: [w.fill_(torch.nan) for w in s["model"].values()],
          "one weight too few": lambda s: s["model"].popitem()}

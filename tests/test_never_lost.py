@@ -17,9 +17,10 @@ import train
 from configurator import Config, ConfigError
 from plots import compare
 from sweeps import common, grid, jobs
-from tests.conftest import ROOT, write_dataset
+from tests.conftest import ROOT, run_script, write_dataset
+from tests.test_train import assert_same_run
 from trainer import batches, checkpoint, lock, log, resume
-from trainer.run import all_finite
+from trainer.run import Run, all_finite
 
 
 def step_of(out):
@@ -222,9 +223,24 @@ def test_a_closed_pipe_ends_the_talking_not_the_run(tmp_path, tiny_args):
 
 
 def test_a_run_gives_the_signals_back(tmp_path, tiny_args):
-    before = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(n) for n in numbers]
     train.main(tiny_args(out_dir=tmp_path, max_tokens=320))
-    assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [signal.getsignal(n) for n in numbers] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_saves_after_the_step_at_work_and_stops(tmp_path, tiny_args, monkeypatch, capsys, number):
+    show, sent = Run.show, []
+
+    def shown(run, row):
+        show(run, row)
+        if not sent:
+            sent.append(row["step"])
+            os.kill(os.getpid(), number)
+    monkeypatch.setattr(Run, "show", shown)
+    assert train.main(tiny_args(out_dir=tmp_path, checkpoint_tokens=10**6)) == 128 + number
+    assert step_of(tmp_path) in (sent[0], sent[0] + 1) and f"stopped by {number.name}" in capsys.readouterr().out
 
 
 # -- data, schedules, resume, names
@@ -460,3 +476,51 @@ def test_the_validation_loss_of_data_that_change_is_not_told(tmp_path, tiny_args
         train.main([str(tmp_path / "run"), "--eval"])
     said = capsys.readouterr()
     assert "val.bin was changed" in said.err and "validation loss" not in said.out
+
+
+# -- what is not a run's own, and what stands in its place
+
+def test_a_backup_of_hard_links_stays_as_it_was_and_can_be_gone_on_with(tmp_path, tiny_args):
+    train.main(tiny_args(out_dir=tmp_path / "run", stop_tokens=1280, checkpoint_tokens=640))
+    (tmp_path / "run" / "log.jsonl").open("a").write('{"step": 99, "tokens": 9999, "event": "newer than the checkpoint"}\n')
+    shutil.copytree(tmp_path / "run", tmp_path / "backup", copy_function=os.link)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "backup").iterdir()}
+    train.main(tiny_args(out_dir=tmp_path / "run", resume="True"))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "backup").iterdir()} == before
+    train.main(tiny_args(out_dir=tmp_path / "backup", resume="True"))
+    assert_same_run(tmp_path / "run", tmp_path / "backup")
+
+
+@pytest.mark.parametrize("name", ["ckpt.1.pt", "ckpt.best.pt"])
+def test_a_folder_in_the_place_of_a_checkpoint_is_named(tmp_path, tiny_args, capsys, name):
+    train.main(tiny_args(out_dir=tmp_path, stop_tokens=640))
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        train.main(tiny_args(out_dir=tmp_path, resume="True"))
+    assert e.value.code == 2 and f"Is a directory: {tmp_path / name}\n" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*.tmp")) and step_of(tmp_path) > 0
+
+
+def test_a_step_time_that_cannot_be_written_is_said_once_and_stops_nothing(tmp_path, tiny_args):
+    train.main(tiny_args(out_dir=tmp_path, stop_tokens=1280))
+    (tmp_path / "step_time.json").unlink()
+    (tmp_path / "step_time.json").mkdir()
+    assert train.main(tiny_args(out_dir=tmp_path, resume="True")) == 0
+    said = [row["event"] for row in log.read(tmp_path) if "step_time.json cannot be written" in row.get("event", "")]
+    assert len(said) == 1 and checkpoint.load(str(tmp_path))["state"]["tokens"] >= 3200
+
+
+def test_a_picture_that_cannot_be_written_is_one_line_of_the_last_words(tmp_path, tiny_args, capsys):
+    (tmp_path / "report.png").mkdir()
+    assert train.main(tiny_args(out_dir=tmp_path, max_tokens=640)) == 0
+    said = capsys.readouterr()
+    assert f"Picture: none, it could not be drawn: Is a directory: {tmp_path}/report.png\n" in said.out and not said.err
+    assert "Text: python sample.py" in said.out
+
+
+@pytest.mark.parametrize("backend", ["module://matplotlib_inline.backend_inline", "module://nowhere", "nonsense", "TkAgg"])
+def test_a_run_draws_its_picture_whatever_the_environment_draws_with(tmp_path, tiny_args, backend):
+    done = run_script(*tiny_args(out_dir=tmp_path, max_tokens=320), env={"MPLBACKEND": backend})
+    assert done.returncode == 0 and f"Picture: {tmp_path}/report.png" in done.stdout and done.stderr == ""

@@ -157,6 +157,30 @@ def test_an_export_never_goes_into_what_is_there(tmp_path, tiny_args, capsys, de
     assert contents(tmp_path / "run") == before and stat.S_ISCHR(os.lstat(path).st_mode)
 
 
+# -- words
+
+def written_to(path, script, *arguments):
+    with open(path, "wb") as stdout:
+        return subprocess.run([sys.executable, f"{ROOT}/{script}", *map(str, arguments)], stdout=stdout, stderr=subprocess.PIPE,
+                              text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def test_words_that_a_full_disk_swallows_make_a_command_fail_and_a_run_go_on(run, tmp_path, tiny_args, device):
+    path, out = device(7), tmp_path / "trained"
+    done = written_to(path, "train.py", *tiny_args(out_dir=out, max_tokens=640))
+    assert done.returncode == 0 and checkpoint.load(str(out))["state"]["tokens"] >= 640
+    for script, *typed in (("sample.py", out, "--tokens=3"), ("whatif.py", run, "--json=-"), ("train.py", out, "--eval"),
+                           ("train.py", "--plan"), ("train.py", "--help"), ("plot.py", out)):
+        done = written_to(path, script, *typed)
+        assert done.returncode == 2, script
+        assert done.stderr.endswith("error: output is lost: No space left on device\n"), done.stderr
+
+
+def test_a_reader_that_has_heard_enough_makes_no_command_fail(run):
+    command = f'"{sys.executable}" "{ROOT}/whatif.py" "{run}" --json=- | true; exit ${{PIPESTATUS[0]}}'
+    assert subprocess.run(["bash", "-c", command], timeout=300).returncode == 0
+
+
 # -- temporary files
 
 def test_a_run_removes_its_own_temporary_files_and_no_others(tmp_path, tiny_args):

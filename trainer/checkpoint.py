@@ -57,17 +57,27 @@ def write_atomically(path, write, ready=lambda: None):
     failure names `path` and leaves nothing behind."""
     partial, output = temporary.beside(path), Output(None)
     try:
-        with open(partial, "wb") as output.file:
+        with about(path, output), open(partial, "wb") as output.file:
             write(output)
             output.flush()
             os.fsync(output.file.fileno())
         ready()
-        os.replace(partial, path)
-        sync_folder(os.path.dirname(path) or ".")  # the new name survives a power cut, too
-    except BaseException as e:
+        with about(path):
+            os.replace(partial, path)
+            sync_folder(os.path.dirname(path) or ".")  # the new name survives a power cut, too
+    except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(partial)
-        cause = output.error or e
+        raise
+
+
+@contextlib.contextmanager
+def about(path, output=None):
+    """What the system refuses inside is refused for `path`, the name that the user knows."""
+    try:
+        yield
+    except Exception as e:
+        cause = output and output.error or e
         if isinstance(cause, OSError) and cause.strerror:
             raise OSError(cause.errno, cause.strerror, path) from None
         raise
@@ -79,6 +89,15 @@ def sync_folder(path):
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+def unshare(path):
+    """Before a file is written in place: one that has a second name, as cp -al gives it for a backup, becomes our own."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.stat(path).st_nlink > 1:
+            with open(path, "rb") as f:
+                data = f.read()
+            write_atomically(path, lambda f: f.write(data))
 
 
 def keep_aside(path):
@@ -113,7 +132,8 @@ def save(out_dir, state, keep=1, best=False):
         f.write(MARK + b"%08x" % f.crc)
     write_atomically(numbered(out_dir, 0), write, ready=lambda: rotate(out_dir, keep))
     if best:
-        also_call(numbered(out_dir, 0), os.path.join(out_dir, BEST))
+        with about(os.path.join(out_dir, BEST)):
+            also_call(numbered(out_dir, 0), os.path.join(out_dir, BEST))
 
 
 def rotate(out_dir, keep):
@@ -121,11 +141,13 @@ def rotate(out_dir, keep):
     there = ages(out_dir)
     for age in there:
         if age >= keep:  # more were kept before
-            os.unlink(numbered(out_dir, age))
+            with about(numbered(out_dir, age)):
+                os.unlink(numbered(out_dir, age))
     row = next(age for age in range(len(there) + 1) if age not in there)  # of them, from ckpt.pt on without a gap
     for age in range(min(row, keep - 1), 0, -1):
         move = also_call if age == 1 else os.replace
-        move(numbered(out_dir, age - 1), numbered(out_dir, age))
+        with about(numbered(out_dir, age)):
+            move(numbered(out_dir, age - 1), numbered(out_dir, age))
 
 
 def also_call(path, name):

@@ -104,6 +104,7 @@ class RunLog:
         data = b""
         with contextlib.suppress(FileNotFoundError):
             data = read_bytes(self.path)
+            checkpoint.unshare(self.path)
         kept, rest = data[:known["size"]], data[known["size"]:]
         if (len(kept), zlib.crc32(kept)) == (known["size"], known["crc"]):
             words = None

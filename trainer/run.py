@@ -18,7 +18,7 @@ from trainer.step import to_host
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
 BLOWN_UP = 1.5  # times the loss of an untrained model: no run that learns is there
-SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
 
 
 @dataclass
@@ -56,6 +56,7 @@ class Run:
         self.pending, self.last = [], {}  # records on the device; numbers of the newest step that was fetched
         self.out, self.signals, self.handlers = log.NoLog(), [], {}
         self.must_save, self.saved_step = False, None  # after this step, due or not; the step of the newest checkpoint
+        self.cost_refused = False  # step_time.json, which has been said
         self.val_loss = None  # of the weights as they are
         self.died = self.blown_up = False  # the newest evaluation was not finite; the loss is far too high, which has been said
         self.saved_facts = {key: saved.get(key) for key in ("log", "path", "arithmetic", "config")} if self.resumed else {}
@@ -149,13 +150,22 @@ class Run:
         cost = step_time.row(step.cost())  # all ranks must ask
         if not ranks.first:
             return
-        if cost:
-            checkpoint.write_json(os.path.join(self.config.out_dir, "step_time.json"), cost)
+        self.write_cost(cost)
         checkpoint.save(self.config.out_dir, {
             **whole, "scaler": step.optimizer.scaler.state_dict(), "state": asdict(count), "gns": step.state_dict(),
             "step_time": step.timer.state_dict(), "schedule": self.batch_schedule.state_dict(), "config": asdict(self.config),
             "vocab_size": self.data.vocab_size, "data": self.data.meta,
             "log": self.out.state(), "arithmetic": self.arithmetic()}, self.config.keep_checkpoints, best)
+
+    def write_cost(self, cost):
+        """What a step costs, for whoever reads the folder. The checkpoint holds it, too, and does not wait for this file."""
+        if not cost or self.cost_refused:
+            return
+        try:
+            checkpoint.write_json(os.path.join(self.config.out_dir, "step_time.json"), cost)
+        except OSError as e:
+            self.cost_refused = True
+            self.event(f"{e.filename} cannot be written: {e.strerror}. The run goes on without it")
 
     def check_data(self):
         """What was computed from data that changed on the way is not saved."""

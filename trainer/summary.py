@@ -148,8 +148,8 @@ def closing(config):
     steps = log.steps(rows)
     if not steps:
         return f"{config.out_dir}: no step was logged (log_interval={config.log_interval})."
-    from plots import report  # matplotlib is slow to import
-    picture = report.draw(config.out_dir)
+    from plots import report, style  # matplotlib is slow to import
+    picture = style.attempt(report.draw, config.out_dir)
     right = advice.right_batch(config.out_dir)
     timed = any(line.startswith("Right batch for time") for line in right)
     lines = ["", result_summary(rows, steps), *right, *noise_summary(steps, config, timed),

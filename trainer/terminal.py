@@ -2,10 +2,12 @@
 
     terminal.steady()               # first thing in the main() of a command
     parser = terminal.Parser(...)   # argparse's; what is typed wrong is one line
+    return terminal.heard()         # last thing, where the words are what the command is for
 """
 
 import argparse
 import contextlib
+import errno
 import os
 import sys
 
@@ -14,7 +16,7 @@ class Stream:
     """stdout or stderr. Where nobody can hear it any more, the talking ends, not the program."""
 
     def __init__(self, stream):
-        self.stream = stream
+        self.stream, self.lost = stream, None  # why words did not arrive; that nobody listens is no such thing
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -29,7 +31,8 @@ class Stream:
     def attempt(self, function):
         try:
             function()
-        except (OSError, ValueError):  # ValueError: closed by somebody
+        except (OSError, ValueError) as e:  # ValueError: closed by somebody
+            self.lost = self.lost or (e if isinstance(e, OSError) and e.errno != errno.EPIPE else None)
             with contextlib.suppress(OSError, ValueError):
                 silence = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(silence, self.stream.fileno())  # also for what the stream still holds, and for torch's own words
@@ -51,6 +54,15 @@ def steady():
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")
             setattr(sys, name, Stream(stream))
+
+
+def heard(code=0):
+    """The exit code of a command whose words are its work: those that a full disk swallowed make it fail."""
+    sys.stdout.flush()
+    lost = getattr(sys.stdout, "lost", None)
+    if lost and not code:
+        print(f"error: output is lost: {lost.strerror}", file=sys.stderr)
+    return code or (2 if lost else 0)
 
 
 class Parser(argparse.ArgumentParser):

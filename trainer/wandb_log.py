@@ -188,7 +188,7 @@ def media(config, words):
     import wandb
     picture = os.path.join(config.out_dir, "report.png")
     found = {"report/closing_words": wandb.Html(f"<pre>{html.escape(words.strip())}</pre>", inject=False)}
-    return found | ({"report/picture": wandb.Image(picture)} if os.path.exists(picture) else {})
+    return found | ({"report/picture": wandb.Image(picture)} if os.path.isfile(picture) else {})
 
 
 # -- sending a run afterwards

@@ -1,6 +1,7 @@
 """Cases of the attack that come from around a run: its disks, its other processes, the commands that prepare and read."""
 
 import contextlib
+import importlib
 import json
 import os
 import resource
@@ -71,8 +72,8 @@ class Around(Harness):
                 os.unlink(os.path.join(data, "verified.json"))
             self.remount(disk, "ro")
             if what == "reader":
-                asked = [("sample", "--tokens=5"), ("whatif", "--json=-"), ("whatif",), ("plot",)]
-                name, *options = self.rng.choice([words for words in asked if words[0] in sys.modules])
+                asked = [("sample", "--tokens=5"), ("whatif", "--json=-"), ("whatif",), ("plot",), ("export", "--hf")]
+                name, *options = self.rng.choice(self.possible(asked))
                 child = self.command(name, out, *options)
                 child.wait()
             elif what == "data":
@@ -273,11 +274,15 @@ class Around(Harness):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(out, name))
         checkpoint.save(out, state)
-        child = self.train(out)
+        asked = [("sample", out, "--tokens=5", "--prompt=\x01"), ("export", out, f"--hf={out}-exported"),
+                 ("export", out, f"--hf={out}-exported", "--newest"), ("train", out), ("train", out, "--eval"),
+                 ("sweep", "branch", out, "--at", "3200", "--dry_run")]
+        words = self.rng.choice(self.possible(asked))
+        child = self.command(*words) if self.rng.random() < 0.6 else self.train(out)
         child.wait()
         if child.code in (0, 1) and "Traceback" not in child.error():
             return "survived", ""
-        return ("failed", bad) if (bad := refusal(child)) else ("refused", "")
+        return ("failed", f"{words[0]}, or a resume: {bad}") if (bad := refusal(child)) else ("refused", "")
 
     # -- the commands around
 
@@ -335,12 +340,17 @@ class Around(Harness):
                 bad = f"names no file: {child.error()[-150:]!r}"
             return ("failed", bad) if bad else ("refused", "")
 
+    def possible(self, asked):
+        """Of such commands, those that the attacked version has; the others are remembered."""
+        self.left_out += [name for words in asked if (name := unknown(words))]
+        return [words for words in asked if not unknown(words)]
+
     def readers(self):
-        """sample, plot, whatif and sweep branch on a damaged folder: an answer, or one line."""
+        """sample, export, plot, whatif and sweep branch on a damaged folder: an answer, or one line."""
         out = self.folder(self.whole)
         for _ in range(self.rng.choice([1, 1, 2])):
-            name = self.rng.choice(["log.jsonl", "log.jsonl", "config.json", "ckpt.pt", "step_time.json"])
-            if name != "ckpt.pt" and self.rng.random() < 0.6:
+            name = self.rng.choice(["log.jsonl", "log.jsonl", "config.json", "ckpt.pt", "ckpt.best.pt", "step_time.json"])
+            if not name.endswith(".pt") and self.rng.random() < 0.6:
                 change_values(os.path.join(out, name), self.rng)
             else:
                 damage(os.path.join(out, name), self.rng)
@@ -348,18 +358,35 @@ class Around(Harness):
         asked = [
             ("sample", out, "--tokens=5"), ("plot", out), ("plot", "--layers", out), ("whatif", out),
             ("whatif", out, "--json=-"), ("train", out), ("train", out, "--eval"), ("train", out, "--max_tokens=8000"),
-            ("export", out, "--out", out + "-exported"),
+            ("export", out, f"--hf={out}-exported"), ("export", out, f"--hf={out}-exported", "--newest"),
             ("plot", out, self.whole, f"--out={picture}"), ("whatif", out, "--export=steps"), ("whatif", out, "--hours=1"),
             ("plot", "--compare", f"a={self.whole}", f"b={out}", f"--out={picture}"),
             ("whatif", out, "--devices=1,8", "--kind=H100"),
             ("sweep", "branch", out, "--at", "3200", "--factors", "1,nan"), ("sweep", "runs", f"--out_dir={out}", "--dry_run")]
-        command, *arguments = self.rng.choice([words for words in asked if words[0] in sys.modules])
+        command, *arguments = self.rng.choice(self.possible(asked))
         child = self.command(command, *arguments)
         child.wait()
         text = child.error()
         if child.code == 0 and "Traceback" not in text:
             return "survived", ""
         return ("failed", f"{command} {arguments}: {bad}") if (bad := refusal(child)) else ("refused", "")
+
+
+# what an older version may lack: the words on the command line, and the name in its code that says that it does not
+YOUNGER = {("train", "--eval"): ("train", "evaluate"), ("train", "RUN"): ("configurator", "of_run"),
+           ("sweep", "branch", "--dry_run"): ("sweeps.branch", "dry_run")}
+
+
+def unknown(words):
+    """The command, in words, if the attacked version does not have it, or ''."""
+    command, *options = words
+    if command not in sys.modules:
+        return command
+    given = {"RUN" if os.path.isdir(option) else option.partition("=")[0] for option in options}
+    for (name, *needed), (module, attribute) in YOUNGER.items():
+        if name == command and given >= set(needed) and not hasattr(importlib.import_module(module), attribute):
+            return " ".join([name, *needed])
+    return ""
 
 
 def ended(child):

@@ -3,8 +3,9 @@ An attack on the trainer: kills, damaged files, pairs of starts, bad input, full
 
     python tests/attack/attack.py                     # the short one, part of the tests
     python tests/attack/attack.py --cases=1000        # make attack
-    python tests/attack/attack.py --root=elsewhere    # another checkout
     python tests/attack/attack.py --only=flips --seed=3
+    python tests/attack/attack.py --root=elsewhere --out=before.json     # another checkout, an older one, say
+    python tests/attack/attack.py --before=before.json --out=results/attack.json    # and this one beside it
 
 A case survives if what comes out is, bit for bit, what comes out without the attack. It is refused if the process ends with
 one line of words, or says what is lost. All else has failed: a traceback, a hang, a result that changed in silence, a lost row.
@@ -25,6 +26,7 @@ import sys
 import tempfile
 import time
 
+import joined
 from around import Around
 from harness import DEADLY, GARBAGE, TEXTS, deadly, flip, refusal, result, same, tree
 
@@ -113,8 +115,8 @@ class Attack(Around):
             return "failed", f"unreadable result: {e}"
 
     def signals(self):
-        """A terminal that is lost, Ctrl-C, SIGTERM; then on to the end."""
-        out, number = self.folder(), self.rng.choice([signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+        """A terminal that is lost, Ctrl-C, SIGTERM, a scheduler's SIGUSR1; then on to the end."""
+        out, number = self.folder(), self.rng.choice([signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
         child = self.train(out)
         self.wait_for_log(child, out, 2000)
         with contextlib.suppress(ProcessLookupError):
@@ -295,6 +297,7 @@ def run(attack, counts, show=print):
     table = {}
     for kind, count in counts.items():
         row = table[kind] = {"tried": 0, "survived": 0, "refused": 0, "failed": 0, "why": []}
+        attack.left_out = []
         for _ in range(count):
             try:
                 found = getattr(attack, kind)()
@@ -307,7 +310,10 @@ def run(attack, counts, show=print):
             row[outcome] += 1
             if outcome == "failed":
                 row["why"].append(why)
+        row["left_out"] = sorted(set(attack.left_out))
         show(line(kind, row))
+        if row["left_out"]:
+            show(f"    this version has no {', '.join(row['left_out'])}")
         for why in sorted(set(row["why"]))[:5]:
             show(f"    {why}")
     return table
@@ -325,8 +331,10 @@ def main(argv=None):
     parser.add_argument("--root", default=here, help="the checkout to attack")
     parser.add_argument("--only", choices=tuple(KINDS))
     parser.add_argument("--soak", type=int, default=0, help="and a run of so many steps, whose memory must not grow")
+    parser.add_argument("--before", help="what --out of another checkout wrote: both go into one file")
     parser.add_argument("--out", help="a JSON file for the table")
     args = parser.parse_args(argv)
+    before = joined.read(args.before) if args.before else None  # what is missing is missing now, not after an hour
     os.environ["OMP_NUM_THREADS"] = "1"
     sys.path.insert(0, os.path.abspath(args.root))
     import torch
@@ -348,11 +356,13 @@ def main(argv=None):
             outcome, words = soak(attack, args.soak)
             table["soak"] = {"tried": 1, "survived": 0, "refused": 0, "failed": 0, outcome: 1, "why": [words]}
             print(line("soak", table["soak"]) + f"    {words}")
-    total = {key: sum(row[key] for row in table.values()) for key in ("tried", "survived", "refused", "failed")}
+    total = joined.total(table)
     print(line("in all", total))
     if args.out:
+        found = {"cases": args.cases, "seed": args.seed, "date": time.strftime("%Y-%m-%d"), "machine": hardware.facts("cpu"),
+                 "total": total, "kinds": table}
         with open(args.out, "w") as f:
-            json.dump({"total": total, "kinds": table}, f, indent=1)
+            f.write(json.dumps(joined.join(before, found) if before else found, indent=1) + "\n")
     return 1 if total["failed"] else 0
 
 

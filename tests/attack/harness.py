@@ -126,6 +126,8 @@ def refusal(child):
     lines = [line for line in text.splitlines() if line.startswith("error: ")]
     if any(line.startswith("Traceback") for line in text.splitlines()):  # torch's own warnings may quote one
         return "traceback: " + text.strip().splitlines()[-1][:150]
+    if "unrecognized arguments" in text:  # the attack itself typed what does not exist: nothing was tried
+        return text.strip()[-150:]
     good = child.code == 2 and len(lines) == 1 and text.endswith(lines[0] + "\n")
     return "" if good else f"exit {child.code}: {text[-150:]!r}"
 
@@ -134,6 +136,7 @@ class Harness:
     def __init__(self, work, rng):
         import configurator
         self.work, self.rng, self.number, self.keys = work, rng, 0, list(configurator.FIELDS)
+        self.left_out = []  # commands that this version does not have, of the kind that is tried now
         self.data = dataset(os.path.join(work, "data"))
         self.whole = self.folder()
         assert self.train(self.whole).wait() == 0, "a run without an attack"

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import configurator
+import export
 import plot
 import plots.compare
 import plots.style
@@ -157,6 +158,7 @@ OPTIONS = {
     sweep: ("--batch_size", "--learning_rate", "--seed", "--jobs", "--wandb_group", "--lr_scaling", "--batch_steps",
             "--nonsense"),
     plot: ("--loss", "--compare"),
+    export: ("--hf", "--newest", "--nonsense"),
     prepare: ("--val_fraction", "--tokenizer", "--nonsense")}
 
 
@@ -172,12 +174,16 @@ def a_run(tmp_path_factory, tiny_data):
 def test_any_options_of_any_other_command(a_run, tmp_path, tiny_data, monkeypatch, capsys, command, data):
     monkeypatch.setattr(plots.style, "save", lambda figure, path: None)
     monkeypatch.setattr(plots.compare, "draw", lambda *_: None)
+    monkeypatch.chdir(tmp_path)
     values = st.one_of(VALUES, st.sampled_from(["1", "8,16", "H100", "ndr", "time", "steps", "0.5", "val", "8,,16", "-1,8"]))
     typed = [f"{key}={data.draw(values)}" for key in data.draw(st.lists(st.sampled_from(OPTIONS[command]), max_size=3))]
     fixed = {sample: [str(a_run), "--tokens=2"], whatif: [str(a_run), "--json=-"], plot: ["--compare", f"a={a_run}"],
+             export: [str(a_run), "--hf=exported"],
              sweep: ["runs", "--dry_run", *(f"--{k}={v}" for k, v in TINY.items()), f"--dataset={tiny_data}",
                      f"--out_dir={tmp_path / 'sweep'}"],
              prepare: [os.path.join(tiny_data, "train.bin"), f"--out={tmp_path / 'prepared'}"]}[command]
+    if command is export:
+        typed = [arg.replace("/", "_") for arg in typed]  # folders, none of them elsewhere
     if command is sample:
         typed = [arg for arg in typed if not arg.startswith("--tokens") or len(arg) < 11]  # not a million of them
     capsys.readouterr()
