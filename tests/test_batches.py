@@ -155,3 +155,13 @@ def test_a_dataset_that_is_given_up_closes_its_files(tmp_path):
     folder = write_dataset(tmp_path, np.arange(500) % 64, np.arange(100) % 64)
     open_files = [batches.Dataset(folder, 16).tokens["train"].descriptor for _ in range(20)]
     assert len(set(open_files)) < 3
+
+
+def test_data_that_were_only_touched_are_still_the_data(tmp_path):
+    folder = write_dataset(tmp_path, np.arange(500) % 64, np.arange(100) % 64)
+    data = batches.Dataset(folder, 16)
+    os.utime(os.path.join(folder, "train.bin"), ns=(1, 1))
+    data.check()
+    changed_in_place(folder, "written")
+    with pytest.raises(ConfigError, match="was changed"):
+        data.check()

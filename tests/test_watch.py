@@ -215,7 +215,7 @@ def test_an_option_that_makes_no_sense_is_refused_by_name(options, words):
         watch(plain(), **options)
 
 
-@pytest.mark.parametrize("model", [None, plain().parameters()], ids=str)
+@pytest.mark.parametrize("model", [None, plain().parameters()], ids=["None", "parameters"])
 def test_what_is_no_model_is_refused(model):
     with pytest.raises(WatchError, match="expected a torch.nn.Module, got"):
         watch(model)

@@ -159,12 +159,11 @@ class OpenTokens:
         return np.frombuffer(data, self.dtype).reshape(len(starts), length)
 
     def check(self):
-        """Another size or time of writing is a change. Another time of its entry alone, as by a link or by chmod, is one where
-        the checksum differs."""
+        """Another size is a change. Other times, as by touch, chmod or a link, are one where the checksum differs."""
         now = os.fstat(self.descriptor)
-        if (now.st_size, now.st_mtime_ns) != (self.status.st_size, self.status.st_mtime_ns):
+        if now.st_size != self.status.st_size:
             raise self.changed()
-        if now.st_ctime_ns != self.status.st_ctime_ns:
+        if (now.st_mtime_ns, now.st_ctime_ns) != (self.status.st_mtime_ns, self.status.st_ctime_ns):
             with open(os.dup(self.descriptor), "rb") as f:
                 if (nanogpt.fingerprint if self.checksum.startswith(nanogpt.SAMPLED) else tokens.sha256_of)(f) != self.checksum:
                     raise self.changed()
