@@ -44,7 +44,7 @@ FIXED = {"linear": dict(batch_schedule="linear", **RAMP), "seesaw": dict(batch_s
 LENGTHS = (0.5, 1.0, 2.0)  # of the fixed schedules, over max_tokens
 LONG = (1.5, 2.5, 4.0)  # of the batch of LARGEST
 # lengths of gns, so that its final losses lie within those of the constant batches
-STEERED = {"one": (0.6, 0.9, 1.3), "two": (0.6, 0.9, 1.3), "200mbit": (1.0, 1.4, 2.0), "50mbit": (1.2, 1.8, 2.7)}
+STEERED = {"one": (0.6, 0.8, 1.1), "two": (0.6, 0.8, 1.1), "200mbit": (0.8, 1.1, 1.6), "50mbit": (1.0, 1.4, 2.0)}
 RATIOS, PRICED_LENGTHS = (1, 4, 16, 64, 256), (0.8, 0.8, 1.0, 1.2, 1.6)  # t0 / t1 of machines we do not have, in sequences
 STEPS, EVERY = 60, 10  # of the runs that time a step
 
