@@ -82,7 +82,7 @@ class Exact:
     def expand(self, module, args):
         """Positions come as (1, T) and are broadcast behind the embedding; an example's own gradient needs (B, T)."""
         B = self.owner.current.B
-        if self.on and torch.is_grad_enabled() and args[0].dim() == 2 and args[0].shape[0] == 1 and B:
+        if self.on and torch.is_grad_enabled() and args and args[0].dim() == 2 and args[0].shape[0] == 1 and B:
             return (args[0].expand(B, -1), *args[1:])
         return None
 
@@ -242,6 +242,7 @@ class Exact:
     def forget(self):
         self.sums, self.silent = {}, set(self.left_out)
         for layer in self.layers:
+            layer.sums = None
             if layer.leaf is not None:
                 layer.leaf.grad = None
 
