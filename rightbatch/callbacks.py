@@ -7,6 +7,7 @@ The keys of w.row() go where the trainer's own log goes: log_history, wandb, the
 the callback is one of whatever the program has imported.
 """
 
+import contextlib
 import importlib
 import sys
 
@@ -28,6 +29,7 @@ def WatchCallback(**options):
 class Callback:
     def __init__(self, **options):
         self.options, self.w, self.saved = options, None, None
+        self.opened = contextlib.ExitStack()  # Lightning's batch
 
     def start(self, model, optimizer=None, scaler=None):
         self.stop()
@@ -77,9 +79,9 @@ class Callback:
 
     def on_train_batch_start(self, trainer, module, batch, index):
         """A LightningModule's training_step is called, not the module: what its input is, the batch says."""
+        self.opened.close()  # of a batch that another callback skipped
         self.w.start()
-        self.opened = self.w.batch(batch)
-        self.opened.__enter__()
+        self.opened.enter_context(self.w.batch(batch))
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         """Not by the optimizer's own hook: Lightning runs backward inside of optimizer.step."""
@@ -87,7 +89,7 @@ class Callback:
         self.w.step_if_begun()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        self.opened.__exit__(None, None, None)
+        self.opened.close()
         if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:
             module.log_dict(self.numbers())
 

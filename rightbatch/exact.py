@@ -82,7 +82,7 @@ class Exact:
     def expand(self, module, args):
         """Positions come as (1, T) and are broadcast behind the embedding; an example's own gradient needs (B, T)."""
         B = self.owner.current.B
-        if self.on and torch.is_grad_enabled() and args[0].dim() == 2 and args[0].shape[0] == 1 and B:
+        if self.on and torch.is_grad_enabled() and args and args[0].dim() == 2 and args[0].shape[0] == 1 and B:
             return (args[0].expand(B, -1), *args[1:])
         return None
 
@@ -95,7 +95,7 @@ class Exact:
         if now is None or not y.requires_grad:
             return None
         x, dim = args[0] if args else next(iter(kwargs.values())), self.owner.batch_dim
-        if not in_backward():
+        if now.repeat or not in_backward():
             now.calls[layer.name] = now.calls.get(layer.name, 0) + 1
         if now.calls.get(layer.name, 0) > 1:
             self.left_out[layer.name] = "used several times in a forward pass"
@@ -242,6 +242,7 @@ class Exact:
     def forget(self):
         self.sums, self.silent = {}, set(self.left_out)
         for layer in self.layers:
+            layer.sums = None
             if layer.leaf is not None:
                 layer.leaf.grad = None
 

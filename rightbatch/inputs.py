@@ -47,15 +47,17 @@ def names_of(model):
 
 
 def loss_uses_items(model):
-    """Whether forward hands num_items_in_batch on to a loss_function that takes it. Trainer passes it to any model that takes
-    **kwargs, also to those that leave it lying."""
+    """Whether forward hands num_items_in_batch on to a loss that takes it. Trainer passes it to any model that takes **kwargs,
+    also to those that leave it lying."""
     try:
-        code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(type(model).forward))))
+        code = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(model.forward))))
     except (OSError, TypeError, SyntaxError):
         return False
-    calls = [n for n in ast.walk(code) if isinstance(n, ast.Call) and getattr(n.func, "attr", None) == "loss_function"]
-    if not any(k.arg in (None, "num_items_in_batch") for call in calls for k in call.keywords):
-        return False
+    calls = [n for n in ast.walk(code) if isinstance(n, ast.Call)
+             and any(k.arg in (None, "num_items_in_batch") for k in n.keywords)]
+    names = [getattr(n.func, "attr", None) or getattr(n.func, "id", "") for n in calls]
+    if "loss_function" not in names:
+        return any("loss" in name.lower() for name in names)
     taken = inspect.signature(model.loss_function).parameters.values()
     return any(p.name == "num_items_in_batch" or p.kind == p.VAR_KEYWORD for p in taken)
 

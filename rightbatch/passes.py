@@ -21,10 +21,11 @@ class Pass:
     inside: bool = False   # not over yet
     level: int = 0         # how many calls of the model were at work when it was opened, this one counted
     frame: object = None   # where it was called; None where that cannot be asked
+    repeat: bool = False   # a whole forward pass that checkpointing makes in the backward pass
     z: dict = field(default_factory=dict)       # site -> where its calls of this pass meet
     counts: dict = field(default_factory=dict)  # (examples, dtype, device) -> taps.head
-    calls: dict = field(default_factory=dict)   # layer -> how often it was called
-    hidden: dict = field(default_factory=dict)  # layer -> calls without gradients, yet to be made again by checkpointing
+    calls: dict = field(default_factory=dict)   # layer -> how often it was called, where that matters
+    hidden: dict = field(default_factory=dict)  # layer -> calls that reentrant checkpointing is yet to make again
     picked: dict = field(default_factory=dict)  # what a tied embedding and its head tell each other: see exact.py
 
     def same(self, other):
@@ -39,6 +40,16 @@ AGAIN = Pass()  # of a call that only repeats another one, whose numbers nobody 
 def in_backward():
     """Whether a backward pass is at work: checkpointing calls layers again there."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+
+
+def in_function():
+    """Whether an autograd function computes: reentrant checkpointing is one, and calls layers without gradients there. (Other
+    calls without gradients are not made again.)"""
+    at = sys._getframe(1)
+    while at is not None and not ("ctx" in at.f_code.co_varnames
+                                  and isinstance(at.f_locals.get("ctx"), torch.autograd.function.FunctionCtx)):
+        at = at.f_back
+    return at is not None
 
 
 def in_transform():

@@ -10,6 +10,7 @@ a mean over tokens, examples of different length have different shares of it; th
 The model computes as it is (dropout off, its own dtype), so that bf16 shows bf16's error. Nothing is left behind in it.
 """
 
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -46,8 +47,8 @@ def off(got, want):
 
 def verify(model, loss_fn, batch, examples=8, **options):
     """A Report on the layers that watch measures: norm layers, and with mode="exact" others, too. loss_fn(model, batch) -> a
-    mean loss over the batch; batch: a tensor, or tensors in a dict, list or tuple, with the examples in dimension `batch_dim`;
-    the first few are used. `options` go to watch."""
+    mean loss over the batch; loss_fn(model, batch, w) where it needs w.batch. batch: a tensor, or tensors in a dict, list or
+    tuple, with the examples in dimension `batch_dim`; the first few are used. `options` go to watch."""
     dim = options.get("batch_dim", 0)
     n = min(examples, inputs.first_input(inputs.leaves(batch)).shape[dim])
     modes, state = {m: m.training for m in model.modules()}, [p.grad for p in model.parameters()]
@@ -63,8 +64,9 @@ def verify(model, loss_fn, batch, examples=8, **options):
 
 def compare(model, loss_fn, batch, dim, n, options):
     w = watch(model, **options)
+    more = (w,) if len(inspect.signature(loss_fn).parameters) > 2 else ()
     try:
-        loss_fn(model, cut(batch, dim, 0, n)).backward()
+        loss_fn(model, cut(batch, dim, 0, n), *more).backward()
         measured = [(s.name, s.parameters, *norm_row(s)) for s in w.sites if s.leaf.grad is not None]
         measured += w.exact.rows() if w.exact else []
         lengths = w.current.lengths
@@ -74,7 +76,7 @@ def compare(model, loss_fn, batch, dim, n, options):
     squares, sums = [0.0] * len(measured), [0.0] * len(measured)
     for b in range(n):
         model.zero_grad(set_to_none=True)
-        (loss_fn(model, cut(batch, dim, b, 1)) * float(shares[b])).backward()
+        (loss_fn(model, cut(batch, dim, b, 1), *more) * float(shares[b])).backward()
         for i, (_, parameters, *_) in enumerate(measured):
             c = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).detach().double().flatten() for p in parameters])
             squares[i], sums[i] = squares[i] + float(c.square().sum()), sums[i] + c

@@ -28,7 +28,7 @@ from rightbatch.decision import Cost, Decision
 from rightbatch.exact import Exact
 from rightbatch.fuse import fuse, unfuse
 from rightbatch.metric import adam_metric
-from rightbatch.passes import AGAIN, Pass, in_backward, in_transform, on_stack
+from rightbatch.passes import AGAIN, Pass, in_backward, in_function, in_transform, on_stack
 from rightbatch.recognise import WatchError
 from rightbatch.sites import MIXES, check_model, find_sites, skips
 from rightbatch.tracker import named, scale_row
@@ -254,12 +254,13 @@ class Watch:
             lengths = inputs.lengths_of(self.facts, given, B, segments)
         whole = self.token_mean == "step" or self.token_mean == "auto" and inputs.one_mean_per_step(self.facts, given)
         self.opened = True
-        self.current = Pass(B, () if first is None else first.shape, tokens, lengths, whole, segments, True, self.calls, frame)
+        self.current = Pass(B, () if first is None else first.shape, tokens, lengths, whole, segments, inside=True,
+                            level=self.calls, frame=frame, repeat=in_backward())
 
     def end(self, *_):
         now = self.current
         if now.level == self.calls:
-            now.inside, now.z, now.frame = False, {}, None
+            now.inside, now.frame = False, None
         self.calls -= 1
 
     def enter(self, name):
@@ -268,10 +269,11 @@ class Watch:
         go through that second call, with the other kind through the first."""
         now = self.current
         if not torch.is_grad_enabled():
-            if now.inside and not torch.compiler.is_compiling():
+            if now.inside and not torch.compiler.is_compiling() and in_function():
                 if now not in self.hidden:
                     self.hidden.append(now)
-                now.hidden[name] = now.hidden.get(name, 0) + 1
+                for counts in (now.hidden, now.calls):
+                    counts[name] = counts.get(name, 0) + 1
             return None
         if in_transform():
             return None
@@ -289,14 +291,12 @@ class Watch:
             raise WatchError(f"{name}: a second backward pass through reentrant checkpointing. Add the losses up, or "
                              "use_reentrant=False")
         if not waiting:
-            return AGAIN
+            return self.current if self.current.repeat and self.current.inside else AGAIN
         if not all(p.same(waiting[0]) for p in waiting):
             raise WatchError(f"{name}: several forward passes before a backward pass, and reentrant checkpointing does not "
                              "tell which of them it repeats: use_reentrant=False")
-        now = waiting[-1]
-        now.calls.setdefault(name, now.hidden[name])
-        now.hidden[name] -= 1
-        return now
+        waiting[-1].hidden[name] -= 1
+        return waiting[-1]
 
     def tap(self, site, use, module, args, kwargs, y):
         """Forward hook of a norm layer: pass its output through Tap. use: the site itself or one of its twins."""
@@ -306,17 +306,18 @@ class Watch:
         if now is None or not y.requires_grad:
             return None
         x = args[0] if args else next(iter(kwargs.values()))
-        B = self.check_call(site, use, x, y, now)
-        z = None if in_backward() else now.z.get(site.name)
+        alone = in_backward() and not now.repeat  # a call that is made again has a graph of its own
+        B = self.check_call(site, use, x, y, now, alone)
+        z = None if alone else now.z.get(site.name)
         if z is None:
             leaf = self.leaf(site, x)
             z = taps.Gather.apply(leaf, leaf[-taps.HEAD:].detach() if now is AGAIN else self.counts(now, x, B), B)
-            if not in_backward():
+            if not alone:
                 now.z[site.name] = z
         x = x.detach().clone() if use.norm.copies else x
         return taps.Tap.apply(y, x, z, use.norm, self.batch_dim, now.segments, use.name in self.fused)
 
-    def check_call(self, home, site, x, y, now):
+    def check_call(self, home, site, x, y, now, alone):
         """Number of examples. What only repeats a call that was looked at already is not looked at."""
         dim = 0 if site.norm.channels > 0 else self.batch_dim
         if now is AGAIN:
@@ -324,7 +325,7 @@ class Watch:
         if is_dtensor(x) or is_dtensor(y):
             raise WatchError(f"{site.name}: an example is spread over ranks (sequence parallelism), so that no rank has its "
                              f"gradient. Watch a model without it, or skip=({site.name!r},)")
-        if in_backward() and now.calls[home.name] > 1:
+        if alone and (now.calls[home.name] > 1 or home.name in now.z):
             raise WatchError(f"{site.name} is used several times in a forward pass under reentrant checkpointing, which runs "
                              "backward for each alone: use_reentrant=False")
         if dim >= x.dim() - max(0, -site.norm.channels):

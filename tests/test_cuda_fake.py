@@ -226,7 +226,7 @@ def test_watched_steps_launch_taps_and_never_wait_for_the_device(options, dtype,
     from rightbatch.recognise import recognise
     from tests.watching import Plain
     known = {kind: recognise(kind(16)) for kind in (torch.nn.LayerNorm, torch.nn.RMSNorm)}  # inside there are no numbers
-    monkeypatch.setattr(sys.modules["rightbatch.watch"], "recognise", lambda module: known.get(type(module)))
+    monkeypatch.setattr(sys.modules["rightbatch.sites"], "recognise", lambda module: known.get(type(module)))
     with fake_cuda.pretended() as launches:
         with torch.device("cuda"):
             model = Plain()

@@ -132,8 +132,7 @@ def test_a_layer_that_cannot_be_measured_is_left_out_and_training_goes_on(monkey
 
 def test_a_layer_may_be_called_by_the_name_of_its_input():
     model = plain()
-    hidden = model.hidden
-    model.hidden = ByName(hidden)
+    model.hidden, model.embedding = ByName(model.hidden), ByName(model.embedding)
     check(model, {"idx": ids()}, watch(model, mode="exact"), trained(model))
 
 

@@ -1,6 +1,7 @@
 """Examples of unequal length: their shares of the loss, and the pair that is unbiased for them."""
 
 import importlib.util
+import types
 
 import pytest
 import torch
@@ -235,6 +236,26 @@ def test_num_items_in_batch_counts_only_where_the_loss_uses_it():
         model(**{k: v[c] for k, v in batch.items()}, num_items_in_batch=int(n.sum())).loss.backward()
     w.step()
     check(w, *pair_of(loop(model, batch, shares=n / n.sum()), norm_names(model, w)), n / n.sum())
+
+
+class OtherLoss:
+    """Forward passes as kernels put them in the place of a model's own, with a loss function of their own."""
+
+    def takes(self, input_ids=None, labels=None, **kwargs):
+        return TheirCausalLMLoss(input_ids, labels=labels, **kwargs)  # noqa: F821
+
+    def leaves(self, input_ids=None, labels=None, **kwargs):
+        return TheirCausalLMLoss(self.model(input_ids, **kwargs), labels=labels)  # noqa: F821
+
+
+@needs_transformers
+@pytest.mark.parametrize("forward, uses", [(OtherLoss.takes, True), (OtherLoss.leaves, False)])
+def test_a_loss_in_the_place_of_the_models_own_counts_if_it_is_given_the_number(forward, uses):
+    from rightbatch.inputs import facts_of
+    model = hf("LlamaForCausalLM", "LlamaConfig", **TINY)
+    assert facts_of(model).uses_items
+    model.forward = types.MethodType(forward, model)
+    assert facts_of(model).uses_items == uses
 
 
 @needs_transformers

@@ -219,6 +219,68 @@ def test_equal_passes_may_wait_under_reentrant_checkpointing():
         check_step(w, loop_of(model, [lambda m, i=i: mean_loss(m, i) for i in rows(idx)]), NORMS)
 
 
+class Whole(Plain):
+    """Its first norm is used twice."""
+
+    def forward(self, idx):
+        return super().forward(idx) + 0.3 * self.first(self.embedding(idx).sin()).square().mean()
+
+
+@pytest.mark.parametrize("options, names", [({}, NORMS), (dict(mode="exact", skip=["embedding"]), None)], ids=["norm", "exact"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_model_that_is_checkpointed_whole_agrees(reentrant, options, names):
+    torch.manual_seed(0)
+    model, idx = randomise(Whole()), ids()
+    truth = loop(model, {"idx": idx})
+    w = watch(model, **options)
+    for part in idx.split(2):
+        anchor = torch.ones((), requires_grad=True)  # reentrant checkpointing wants an input with a gradient
+        (checkpoint(lambda i, one: model(i) * one, part, anchor, use_reentrant=reentrant) / 2).backward()
+    w.step()
+    check_step(w, truth, names or [name for name in truth if name != "embedding.weight"], rtol=1e-4)
+
+
+class Half(Checkpointed):
+    """One use of the first norm is in a checkpoint, the other is not."""
+
+    def forward(self, idx):
+        x = checkpoint(lambda v: v + self.hidden(self.first(v)).tanh(), self.embedding(idx), use_reentrant=self.reentrant)
+        return self.head(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_norm_that_is_used_in_a_checkpoint_and_outside_agrees_or_is_refused(reentrant):
+    torch.manual_seed(0)
+    model, idx = randomise(Half(reentrant)), ids()
+    truth = loop_of(model, [lambda m, i=i: mean_loss(m, i) for i in rows(idx)])
+    w = watch(model)
+    if reentrant:
+        with pytest.raises(WatchError, match="first is used several times .* use_reentrant=False"):
+            mean_loss(model, idx).backward()
+        return
+    mean_loss(model, idx).backward()
+    w.step()
+    check_step(w, truth, NORMS)
+
+
+class Teacher(Checkpointed):
+    """Looks at its own output without gradients, ahead of two checkpoints."""
+
+    def forward(self, idx):
+        with torch.no_grad():
+            super().forward(idx)
+        return super().forward(idx) + 0.1 * super().forward(idx.flip(1))
+
+
+def test_calls_without_gradients_are_not_taken_for_checkpointing():
+    torch.manual_seed(0)
+    model, idx = randomise(Teacher(False)), ids()
+    w = watch(model)
+    mean_loss(model, idx).backward()
+    w.step()
+    check_step(w, loop_of(model, [lambda m, i=i: mean_loss(m, i) for i in rows(idx)]), NORMS)
+
+
 class TwiceCheckpointed(Checkpointed):
     def forward(self, idx):
         x = checkpoint(lambda v: self.hidden(self.hidden(v).tanh()), self.embedding(idx), use_reentrant=self.reentrant)

@@ -99,3 +99,18 @@ def test_frozen_weights_beside_trained_biases_are_not_in_the_table():
         p.requires_grad = name.endswith("bias")
     report = verify(model, lambda m, idx: m(idx), ids())
     assert report.error < 1e-4 and [row[0] for row in report.rows] == ["first"]
+
+
+class Method(Plain):
+    def loss(self, idx):
+        return Plain.forward(self, idx)
+
+
+def own_loss(model, idx, w):
+    with w.batch(idx):
+        return model.loss(idx)
+
+
+def test_a_method_of_ones_own_is_verified_within_w_batch():
+    torch.manual_seed(0)
+    assert verify(randomise(Method()), own_loss, ids()).error < 1e-4
