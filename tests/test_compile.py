@@ -42,7 +42,7 @@ def two_processes(monkeypatch):
 
 def compiled_step(ranks, parallel="ddp", **settings):
     config = Config(**{**SHAPE, "micro_batch_size": 2, "batch_size": 4, "batch_size_start": 4, "parallel": parallel,
-                       "compile": "True", "gns_calibrate_tokens": 200, **settings})
+                       "compile": "True", "gns_calibrate_tokens": 10, **settings})
     torch.manual_seed(0)
     step = TrainingStep(GPT(GPTConfig.of(vars(config), 64)), config, ranks, "cpu", torch.float32)
     if parallel == "ddp":
@@ -78,7 +78,7 @@ def run_steps(step, accums):
 
 def test_a_run_compiles_three_graphs_whatever_it_evaluates_measures_and_schedules(tmp_path, tiny_args):
     """Exact without and with Adam's metric, norm with it. Evaluation has batches of 4 and 3, the schedule goes from 4 to 16."""
-    assert train.main(tiny_args(out_dir=tmp_path, compile=True, gns_calibrate_tokens=640, eval_iters=7, eval_tokens=320)) == 0
+    assert train.main(tiny_args(out_dir=tmp_path, compile=True, gns_calibrate_tokens=20, eval_iters=7, eval_tokens=320)) == 0
     assert counters["stats"]["unique_graphs"] == 3
     assert not counters["graph_break"]
 

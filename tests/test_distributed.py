@@ -22,7 +22,8 @@ from tests.conftest import ROOT, TINY
 from trainer import checkpoint, distributed, log
 
 # 50 steps with a linear ramp from 4 to 16 sequences; on n ranks the micro-batch is 4 / n, so that batches are the same
-RUN = dict(TINY, max_tokens=6700, warmup_tokens=320, eval_tokens=3400, checkpoint_tokens=3400, gns_half_life_tokens=2000)
+RUN = dict(TINY, max_tokens=6700, warmup_tokens=320, eval_tokens=3400, checkpoint_tokens=3400, gns_half_life_tokens=2000,
+           gns_calibrate_tokens=0)
 SHORT = dict(RUN, max_tokens=640, checkpoint_tokens=0, eval_tokens=0)
 # a ramp is rounded to micro-batches of all processes: with a constant batch one process takes the same
 STATS = dict(grad_stats=True, batch_schedule="constant", batch_size=8)
