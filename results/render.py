@@ -89,7 +89,7 @@ FIGURES = {  # title, time on two quiet cores
     "attention_quality": ("Our attention kernel against torch's", "six quickstart runs"),
 }
 
-LATER = {"never_lost_cost"}  # measured when there is time; until then the page goes without it
+LATER = {"never_lost_cost", "critical_batch", "steering", "step_attention"}  # measured when there is time; until then the page goes without it
 
 BY = "This page is written from `results/*.json` by `python results/render.py`: change those, not it."
 
@@ -240,6 +240,25 @@ def prediction_table(result):
     return lines
 
 
+def steering_table(result):
+    """Seconds to a loss over those of the best constant batch, by machine and loss; then priced."""
+    kinds = ("gns", "linear", "seesaw", "8", "32", "128")
+    lines = ["Seconds to a loss, over those of the best constant batch there. Whole runs, three seeds.", "",
+             f"| machine | loss | best batch | {' | '.join(kinds[:3])} | constant {' | constant '.join(kinds[3:])} |",
+             "|---" * (3 + len(kinds)) + "|"]
+
+    def row(name, own):
+        cells = [f"{1 + own['regret'][k]:.2f}" if k in own["regret"] else "-" for k in kinds]
+        return f"| {name} | {own['loss']:.2f} | {own['best']} | {' | '.join(cells)} |"
+    for name, machine in result["machines"].items():
+        lines += [row(name, own) for own in machine["losses"].values() if own["best"]]
+    lines += [row(f"t0 of {ratio} sequences, priced", own) for ratio, own in result["priced"].items() if own["best"]]
+    lines += ["", "A whole constant run on each machine, its seconds and those that steps times the time of a step make: "
+              + "; ".join(f"{name} batch {m['check']['batch']}, {m['check']['seconds']:.0f} and {m['check']['priced']:.0f}"
+                          for name, m in result["machines"].items()) + "."]
+    return [*lines, ""]
+
+
 def attack_table(result):
     lines = [f"Each cell: before (commit {result['before']['commit']}), now.", "",
              "| kind | tried | survived | refused | failed |", "|---|---|---|---|---|"]
@@ -266,8 +285,9 @@ def cost_table(result):
     return [*lines, ""]
 
 
-TABLES = {"attack": attack_table, "attention": attention_table, "never_lost_cost": cost_table, "triton": triton_tables,
-          "traffic": traffic_table, "prediction": prediction_table, "prediction_quickstart": prediction_table}
+TABLES = {"attack": attack_table, "steering": steering_table, "attention": attention_table, "never_lost_cost": cost_table,
+          "triton": triton_tables, "traffic": traffic_table, "prediction": prediction_table,
+          "prediction_quickstart": prediction_table}
 
 
 def anchor(title):
