@@ -89,7 +89,8 @@ FIGURES = {  # title, time on two quiet cores
     "attention_quality": ("Our attention kernel against torch's", "six quickstart runs"),
 }
 
-LATER = {"never_lost_cost", "critical_batch", "steering", "step_attention"}  # measured when there is time; until then the page goes without it
+# measured when there is time; until then the page goes without them
+LATER = {"never_lost_cost", "critical_batch", "steering", "step_attention"}
 
 BY = "This page is written from `results/*.json` by `python results/render.py`: change those, not it."
 
