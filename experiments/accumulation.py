@@ -1,7 +1,7 @@
 """
 What accumulating micro-batches does to the gradient and to the loss (micro-batching; Gray et al. 2024, arXiv 2411.00999)
 
-    python experiments/accumulation.py                     # 4 minutes on two cores
+    python experiments/accumulation.py                     # 12 minutes on two cores
     python experiments/accumulation.py --config config/gpt_111m.py --device cuda --gns=exact
 
 Batches of 1, 2, 4, 8 and 16 micro-batches of m sequences at one learning rate, and again with the learning rate times
@@ -134,7 +134,7 @@ def draw(path, measured, grown, losses, curves):
 
 
 def main(argv=None):
-    args, config = parse(argv, "accumulation", __doc__, seeds=1, settings=SETTINGS, tiny=TINY)
+    args, config = parse(argv, "accumulation", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
     config.grad_stats, config.gns_adam, config.gns_calibrate_tokens = True, False, 0
     config.eval_tokens = max(1, config.max_tokens // 10)
     runs, m = Runs(config, args), config.micro_batch_size

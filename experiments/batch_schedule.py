@@ -7,9 +7,10 @@ Does a batch that follows the noise scale pay? (Gray et al. 2024, arXiv 2411.009
 
 Groups, each over all seeds:
     fixed      constant at the config's batch_size and learning rate
-    constant N each of four batch sizes with the best of three learning rates (by final validation loss, first seed)
-    linear     the paper's schedule, batch_size_start to batch_size, with the best of the same three
-    gns        the controller, between the same two, with the best of the same three
+    constant N each of four batch sizes with the best of four learning rates (by final validation loss, of a seed that is
+               not reported)
+    linear     the paper's schedule, batch_size_start to batch_size, with the best of the same four
+    gns        the controller, between the same two, with the best of the same four
 All read the same number of tokens and decay their learning rate over them.
 """
 
@@ -25,7 +26,8 @@ PAPER = ("The paper: a linear batch schedule, guided by the noise scale, reached
 # of its run
 SETTINGS = dict(n_layer=3, n_embd=96, n_head=3, batch_size=64, batch_size_start=8, max_tokens=1_500_000, warmup_tokens=75_000,
                 gns_half_life_tokens=150_000)
-FACTORS = (1.0, 2.0, 4.0)  # on the learning rate; half of it was worse for batches 8 and 16
+FACTORS = (1.0, 2.0, 4.0, 8.0)  # on the learning rate; half of it was worse for batches 8 and 16
+SEARCHED = 0  # the seed of the search for learning rates
 
 
 def batch_sizes(config):
@@ -54,8 +56,8 @@ def experiment(runs, seeds):
     def all_of(triples):
         return {k: v for triple in triples for k, v in wanted(*triple).items()}
 
-    runs.do(all_of((kind, f, seeds[0]) for kind in kinds for f in FACTORS))
-    factors = {kind: min(FACTORS, key=lambda f: runs.final_loss(name(kind, f, seeds[0]))) for kind in kinds}
+    runs.do(all_of((kind, f, SEARCHED) for kind in kinds for f in FACTORS), may_die=True)
+    factors = {kind: min(FACTORS, key=lambda f: runs.final_loss(name(kind, f, SEARCHED))) for kind in kinds}
     fixed = f"constant {config.batch_size}"
     chosen = {"fixed": (fixed, 1.0), **{k: (k, f) for k, f in factors.items() if (k, f) != (fixed, 1.0)}}
     runs.do(all_of((kind, f, seed) for seed in seeds for kind, f in chosen.values()))
@@ -96,7 +98,7 @@ def small(result):
 def main(argv=None):
     args, config = parse(argv, "batch_schedule", __doc__, seeds=3, settings=SETTINGS)
     config.eval_tokens = max(1, config.max_tokens // 40)  # losses are interpolated between evaluations
-    groups, factors = experiment(Runs(config, args), list(range(args.seeds)))
+    groups, factors = experiment(Runs(config, args), list(range(1, args.seeds + 1)))
     loaded = {name: [style.load(d) for d in dirs] for name, dirs in groups.items()}
     result = compare.comparison(loaded, "val")
     print("\n" + compare.table(result), compare.verdict(result), sep="\n\n")

@@ -1,7 +1,7 @@
 """
 Per-example norms against the gradients of ranks, in one data-parallel run (Gray et al. 2024, arXiv 2411.00999, the 1.3B model)
 
-    python experiments/cross_rank.py                       # 2 minutes, two processes on two cores
+    python experiments/cross_rank.py                       # 5 minutes, two processes on two cores
     python experiments/cross_rank.py --config config/gpt_1_3b.py --device cuda      # all devices of this machine
 
 Without per-example norms, a data-parallel run can still compare each rank's gradient (B / ranks examples) with their mean,
@@ -111,7 +111,7 @@ def draw(path, rows, group, results):
 
 
 def main(argv=None):
-    args, config = parse(argv, "cross_rank", __doc__, seeds=1, settings=SETTINGS, tiny=TINY)
+    args, config = parse(argv, "cross_rank", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
     config.gns_crosscheck, config.eval_tokens, args.jobs = True, 0, 1  # a run has all devices
     runs, group = RankRuns(config, args), "total" if config.gns == "exact" else "norm"
     names = [f"seed{seed}" for seed in range(args.seeds)]

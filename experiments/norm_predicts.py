@@ -1,11 +1,12 @@
 """
 Do the norm layers predict the whole model's noise scale? (Gray et al. 2024, arXiv 2411.00999, Figure 7)
 
-    python experiments/norm_predicts.py                # two runs with gns=exact, one of them that of phase_plot.py
+    python experiments/norm_predicts.py                # the three runs with gns=exact of phase_plot.py
     python experiments/norm_predicts.py --seeds 5
     python experiments/norm_predicts.py --config config/gpt_111m.py --device cuda
 
-The total's noise scale regressed on each group's, over the run, for several half-lives of the averages.
+The total's noise scale regressed on each group's, over the run, for several half-lives of the averages; in the plain metric,
+which is the paper's, and in the one that Adam steps in.
 """
 
 import sys
@@ -30,7 +31,7 @@ def over_seeds(per_seed):
     return {h: {g: of([seed[h][g] for seed in per_seed]) for g in per_seed[0][h]} for h in per_seed[0]}
 
 
-def finding(numbers):
+def finding(numbers, adam):
     (short, least), *_, (long, most) = sorted(numbers.items())
     norm = most["norm"]
     others = ", ".join(f"{g} {most[g]['r']:.3f}" for g in most if g != "norm")
@@ -40,10 +41,12 @@ def finding(numbers):
     return (f"Here: Pearson r {norm['r']:.3f} ({norm['r_low']:.3f} to {norm['r_high']:.3f} over runs) and slope "
             f"{norm['slope']:.2f} (95% intervals {norm['slope_low']:.2f} to {norm['slope_high']:.2f}) of the total on the norm "
             f"layers at a half-life of {long:,} tokens, r {least['norm']['r']:.3f} and slope {least['norm']['slope']:.2f} at "
-            f"{short:,}: {claim}, and {more}; the other groups' r at the longest: {others}.")
+            f"{short:,}: {claim}, and {more}; the other groups' r at the longest: {others}; in Adam's metric the norm layers' r "
+            "is {r:.3f} ({r_low:.3f} to {r_high:.3f}) and their slope {slope:.2f} ({slope_low:.2f} to {slope_high:.2f}).".format(
+                **adam[max(adam)]["norm"]))
 
 
-def draw(rows, numbers, path):
+def draw(rows, numbers, adam, path):
     figure, (over, slope, r) = style.pyplot().subplots(1, 3, figsize=(16, 5), layout="constrained")
     half_life = sorted(numbers)[len(numbers) // 2]
     tokens = [row["tokens"] for row in rows]
@@ -67,16 +70,20 @@ def draw(rows, numbers, path):
     slope.annotate("the paper's run, norm: 1.94", (min(numbers), 1.94), xytext=(0, 4), textcoords="offset points",
                    color="#666666")
     layers.draw_fit(r, numbers, "r", "Pearson r with the total")
+    r.plot(list(adam), [groups["norm"]["r"] for groups in adam.values()], "s--", ms=4, color=style.COLORS[1],
+           label=f"norm, Adam's metric: slope {adam[max(adam)]['norm']['slope']:.2f}")
+    r.legend()
     r.fill_between(list(numbers), [n["r_low"] for n in norm], [n["r_high"] for n in norm], color=style.COLORS[1], alpha=0.2,
                    lw=0)
     style.save(figure, path)
 
 
 def main(argv=None):
-    args, config = parse(argv, "norm_predicts", __doc__, seeds=2, settings=SETTINGS, tiny=TINY, folder=FOLDER)
+    args, config = parse(argv, "norm_predicts", __doc__, seeds=3, settings=SETTINGS, tiny=TINY, folder=FOLDER)
     per_seed = [layers.exact_rows(run) for run in exact_runs(config, args, seeds=range(args.seeds))]
-    numbers = over_seeds([layers.regressions(rows) for rows in per_seed])
-    draw(per_seed[0], numbers, write(args, config, PAPER, finding(numbers), {"seeds": args.seeds, "half_life_tokens": numbers}))
+    numbers, adam = (over_seeds([layers.regressions(rows, metric=metric) for rows in per_seed]) for metric in ("", "_adam"))
+    draw(per_seed[0], numbers, adam, write(args, config, PAPER, finding(numbers, adam), {
+        "seeds": args.seeds, "half_life_tokens": numbers, "half_life_tokens_adam": adam}))
     return 0
 
 

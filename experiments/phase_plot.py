@@ -2,10 +2,10 @@
 The two parts of the noise scale, |G|^2 and tr(Sigma), by kind of layer over a run (Gray et al. 2024, arXiv 2411.00999,
 Figure 5)
 
-    python experiments/phase_plot.py                   # one run with gns=exact: three minutes on one core
+    python experiments/phase_plot.py                   # three runs with gns=exact: five minutes on two cores
     python experiments/phase_plot.py --config config/gpt_111m.py --device cuda
 
-norm_predicts.py and estimator_variance.py use the same run.
+norm_predicts.py and estimator_variance.py use the same runs.
 """
 
 import sys
@@ -25,7 +25,7 @@ BURN_IN = 0.1  # of the run: at the start |G|^2 falls by orders of magnitude wit
 
 def exact_runs(config, args, seeds):
     """Folder of a run per seed in which every parameter's noise scale is measured in every step."""
-    config.gns, config.gns_adam, config.log_interval = "exact", False, 1
+    config.gns, config.log_interval = "exact", 1
     runs = Runs(config, args)
     runs.do({f"seed{seed}": dict(seed=seed) for seed in seeds})
     return [runs.path(f"seed{seed}") for seed in seeds]
@@ -55,21 +55,24 @@ def numbers(rows, points=25):
     return result
 
 
-def finding(groups):
-    def span(key, names):
-        values = [groups[name][key] for name in names]
-        return f"{min(values):.2g} to {max(values):.2g}"
-    norm, others = groups["norm"], [g for g in groups if g not in ("norm", "total")]
-    rose = [g for g in groups if groups[g]["gns_last"] > groups[g]["gns_first"]]
-    r = min(norm["r_log_sq_norm"], norm["r_log_tr_sigma"])
-    return (f"Here: over the last {1 - BURN_IN:.0%} of the run the norm layers' |G|^2 went to {norm['sq_norm_factor']:.2g} of "
-            f"its value and their tr(Sigma) to {norm['tr_sigma_factor']:.2g}, the other groups' to "
-            f"{span('sq_norm_factor', others)} and {span('tr_sigma_factor', others)}; the noise scale rose in {len(rose)} of "
-            f"{len(groups)} groups (norm "
-            f"{norm['gns_first']:.3g} to {norm['gns_last']:.3g}, total {groups['total']['gns_first']:.3g} to "
-            f"{groups['total']['gns_last']:.3g}); logarithms of the norm layers' parts follow the total's with Pearson r "
-            f"{norm['r_log_sq_norm']:.2f} (|G|^2) and {norm['r_log_tr_sigma']:.2f} (tr Sigma): "
-            + ("alike." if r > 0.8 and len(rose) == len(groups) else "not alike in all."))
+def finding(seeds):
+    """What came out; seeds [numbers() of each]."""
+    def span(key, names, digits="2g"):
+        values = [f"{v:.{digits}}" for v in sorted(groups[name][key] for groups in seeds for name in names)]
+        return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
+    others = [g for g in seeds[0] if g not in ("norm", "total")]
+    rose = sum(group["gns_last"] > group["gns_first"] for groups in seeds for group in groups.values())
+    tried = sum(len(groups) for groups in seeds)
+    r = min(groups["norm"][key] for groups in seeds for key in ("r_log_sq_norm", "r_log_tr_sigma"))
+    first = seeds[0]
+    return (f"Here, {len(seeds)} seeds: over the last {1 - BURN_IN:.0%} of the run the norm layers' |G|^2 went to "
+            f"{span('sq_norm_factor', ['norm'])} of its value and their tr(Sigma) to {span('tr_sigma_factor', ['norm'])}, the "
+            f"other groups' to {span('sq_norm_factor', others)} and {span('tr_sigma_factor', others)}; the noise scale rose in "
+            f"{rose} of {tried} groups (first seed: norm {first['norm']['gns_first']:.3g} to {first['norm']['gns_last']:.3g}, "
+            f"total {first['total']['gns_first']:.3g} to {first['total']['gns_last']:.3g}); logarithms of the norm layers' parts "
+            f"follow the total's with Pearson r {span('r_log_sq_norm', ['norm'], '2f')} (|G|^2) and "
+            f"{span('r_log_tr_sigma', ['norm'], '2f')} (tr Sigma): "
+            + ("alike." if r > 0.8 and rose == tried else "not alike in all."))
 
 
 def draw(rows, path):
@@ -81,11 +84,11 @@ def draw(rows, path):
 
 
 def main(argv=None):
-    args, config = parse(argv, "phase_plot", __doc__, settings=SETTINGS, tiny=TINY, folder=FOLDER)
-    run, = exact_runs(config, args, seeds=[0])
-    rows = layers.exact_rows(run)
-    groups = numbers(rows)
-    draw(rows, write(args, config, PAPER, finding(groups), {"burn_in": BURN_IN, "groups": groups}))
+    args, config = parse(argv, "phase_plot", __doc__, seeds=3, settings=SETTINGS, tiny=TINY, folder=FOLDER)
+    rows = [layers.exact_rows(run) for run in exact_runs(config, args, seeds=range(args.seeds))]
+    seeds = [numbers(own) for own in rows]
+    draw(rows[0], write(args, config, PAPER, finding(seeds), {"burn_in": BURN_IN, "groups": seeds[0], "other_seeds": [
+        {group: {k: v for k, v in own.items() if k != "path"} for group, own in groups.items()} for groups in seeds[1:]]}))
     return 0
 
 

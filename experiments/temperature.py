@@ -1,8 +1,8 @@
 """
 What moves the noise scale: the learning rate or the batch? (Gray et al. 2024, arXiv 2411.00999, Figure 6)
 
-    python experiments/temperature.py                      # 5 minutes on two cores
-    python experiments/temperature.py --seeds 3
+    python experiments/temperature.py                      # 15 minutes on two cores
+    python experiments/temperature.py --seeds 1            # a first look
     python experiments/temperature.py --config config/gpt_111m.py --device cuda
 
 One run to BRANCH of its tokens, then five that go on from there for WINDOW of them: as it was, learning rate x and / 4,
@@ -126,7 +126,7 @@ def draw(path, base_rows, rows, key, seeds, start):
 
 
 def main(argv=None):
-    args, config = parse(argv, "temperature", __doc__, seeds=1, settings=SETTINGS, tiny=TINY)
+    args, config = parse(argv, "temperature", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
     runs, kinds = Runs(config, args), branches(config)
     group = "total" if config.gns == "exact" else "norm"
     start, end = int(BRANCH * config.max_tokens), int((BRANCH + WINDOW) * config.max_tokens)

@@ -48,15 +48,17 @@ def regression(total, part, blocks=10):
     return {"slope": slope, "slope_low": slope - z * error, "slope_high": slope + z * error, "r": r}
 
 
-def regressions(rows, burn_in=0.1):
-    """{smoothing half-life in tokens: {group: regression of the total on it}}, the first part of the run left out."""
+def regressions(rows, burn_in=0.1, metric=""):
+    """{smoothing half-life in tokens: {group: regression of the total on it}}, the first part of the run left out; metric
+    "_adam" for Adam's."""
+    rows = [row for row in rows if f"gns/total{metric}_step_tr_sigma" in row]  # there is no metric in the first step
     end, kinds = rows[-1]["tokens"], groups_of(rows)[0]
     late = np.array([row["tokens"] > burn_in * end for row in rows])
     numbers = {}
     for share in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2):
         half_life = int(share * end)
-        total = smoothed(rows, "total", half_life)[late]
-        numbers[half_life] = {g: regression(total, smoothed(rows, g, half_life)[late]) for g in kinds if g != "total"}
+        total = smoothed(rows, f"total{metric}", half_life)[late]
+        numbers[half_life] = {g: regression(total, smoothed(rows, g + metric, half_life)[late]) for g in kinds if g != "total"}
     return numbers
 
 

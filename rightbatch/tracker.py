@@ -135,8 +135,8 @@ class Tracker:
         for group, (sq_norm, tr_sigma) in pairs.items():
             if group + suffix in self.scales:
                 self.scales[group + suffix].update(sq_norm, tr_sigma, tokens)
-                if not suffix:
-                    self.newest_pairs |= {f"gns/{group}_step_sq_norm": sq_norm, f"gns/{group}_step_tr_sigma": tr_sigma}
+                step = f"gns/{group}{suffix}_step"
+                self.newest_pairs |= {f"{step}_sq_norm": sq_norm, f"{step}_tr_sigma": tr_sigma}
         if suffix in self.calibrations:
             both = (pairs["total"], pairs["norm"]) if mode == "exact" else ()
             self.calibrations[suffix].update(self.scales["norm" + suffix], tokens, *both)

@@ -79,7 +79,7 @@ def test_temperature_says_what_moved(rate, batch, words):
 # -- lr_tuning.py
 
 def test_learning_rates_are_tuned_at_the_same_flops(tiny, tmp_path):
-    result = tiny(lr_tuning)
+    result = tiny(lr_tuning, "--seeds", "1")
     assert len(tiny.runs) == 15 and [s["n_embd"] for s in result["sizes"]] == [12, 16, 20]
     assert [s["flops"] for s in result["sizes"]] == pytest.approx(3 * [result["sizes"][1]["flops"]], rel=2e-3)
     assert result["sizes"][0]["tokens"] > result["sizes"][1]["tokens"] == 640 > result["sizes"][2]["tokens"]
@@ -154,7 +154,7 @@ def test_attention_divergence_says_what_diverged_and_what_cured():
 # -- cross_rank.py
 
 def test_two_ranks_tell_the_noise_scale_less_well_than_their_examples_do(tiny, tmp_path):
-    result = tiny(cross_rank)
+    result = tiny(cross_rank, "--seeds", "1")
     assert result["ranks"] == 2 and result["b_small"] == {"per example": 1, "micro-batches": 2, "ranks": 8}
     (seed,) = result["seeds"]
     assert seed["per example"]["determined"] == 1 and seed["per example"]["ratio"] == 1
@@ -194,7 +194,7 @@ def test_the_width_is_the_median_of_the_determined_steps_after_the_burn_in():
 # -- accumulation.py
 
 def test_accumulation_measures_every_batch_and_scales_the_learning_rate(tiny, tmp_path):
-    result = tiny(accumulation)
+    result = tiny(accumulation, "--seeds", "1")
     assert len(tiny.runs) == 13 and [t["batch_size"] for t in result["quality"]] == [2, 4, 8, 16, 32]
     assert [t["coherence"] is None for t in result["quality"]] == [True, False, False, False, False]
     assert all(0 < t["snr"] < 1 and 0 < t["ratio"] < 1 for t in result["quality"])

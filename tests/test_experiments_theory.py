@@ -155,15 +155,17 @@ def test_the_finding_about_the_error_says_from_where_sizes_stop_mattering():
 # -- groups of one exact run
 
 def test_phase_estimator_and_regression_share_one_run(tiny):
-    phase = tiny(phase_plot)
+    phase = tiny(phase_plot, "--seeds", "1")
     assert {"total", "norm", "attention", "mlp", "embedding"} == set(phase["groups"])
     assert phase["groups"]["total"]["r_log_sq_norm"] == pytest.approx(1) and phase["groups"]["norm"]["r_log_sq_norm"] < 1
     for group in phase["groups"].values():
         rise = group["tr_sigma_factor"] / group["sq_norm_factor"]
         assert group["gns_last"] / group["gns_first"] == pytest.approx(rise) and len(group["path"]) == 25
-    fit = tiny(norm_predicts, "--seeds", "1")["half_life_tokens"]
-    assert len(fit) == 6 and all(-1 <= f["norm"]["r"] <= 1 and f["norm"]["slope_low"] < f["norm"]["slope_high"]
-                                 for f in fit.values())
+    found = tiny(norm_predicts, "--seeds", "1")
+    for fit in (found["half_life_tokens"], found["half_life_tokens_adam"]):
+        assert len(fit) == 6 and all(-1 <= f["norm"]["r"] <= 1 and f["norm"]["slope_low"] < f["norm"]["slope_high"]
+                                     for f in fit.values())
+    assert fit != found["half_life_tokens"], "another metric, other numbers"
     variance = tiny(estimator_variance)
     assert tiny.runs == ["seed0"], "one run for all three"
     assert {(r["small"], r["big"]) for r in variance["model"]} == {(1, 2), (1, 4), (1, 8), (2, 8), (4, 8)}
@@ -181,10 +183,11 @@ def test_paths_that_rise_alike_are_called_alike_and_others_not():
     factor = math.exp(-(99 - 10) / 50)
     assert groups["norm"]["sq_norm_factor"] == pytest.approx(factor)
     assert groups["norm"]["gns_last"] / groups["norm"]["gns_first"] == pytest.approx(factor**-0.5)
-    assert phase_plot.finding(groups).endswith(": alike.")
+    assert phase_plot.finding([groups, groups]).startswith("Here, 2 seeds") and "rose in 6 of 6" in phase_plot.finding([groups] * 2)
+    assert phase_plot.finding([groups]).endswith(": alike.")
     for i, row in enumerate(rows):
         row["gns/norm_sq_norm"] = math.exp(i / 10)
-    assert phase_plot.finding(phase_plot.numbers(rows)).endswith("not alike in all.")
+    assert phase_plot.finding([groups, phase_plot.numbers(rows)]).endswith("not alike in all.")
 
 
 def test_slope_and_r_over_seeds_are_those_put_in():
@@ -192,12 +195,13 @@ def test_slope_and_r_over_seeds_are_those_put_in():
     most = numbers[max(numbers)]["norm"]
     assert most["slope"] == pytest.approx(2.0, rel=0.05) and most["slope_low"] < 1.85 < 2.15 < most["slope_high"]
     assert most["r_low"] <= most["r"] <= most["r_high"] and most["r"] > 0.98
-    text = norm_predicts.finding(numbers)
-    assert "so they predict it, and smoothing more helps" in text and "slope 2.0" in text
+    other = {h: {"norm": {**g["norm"], "slope": 3.0}} for h, g in numbers.items()}
+    text = norm_predicts.finding(numbers, other)
+    assert "so they predict it, and smoothing more helps" in text and "slope 2.0" in text and "their slope 3.00 (" in text
     poor = {"r": 0.3, "r_low": 0.2, "r_high": 0.4}
     worse = {h: {"norm": {**g["norm"], **poor}, "mlp": g["norm"]} for h, g in numbers.items()}
-    text = norm_predicts.finding(worse)
-    assert "so they do not predict it, and smoothing more does not help" in text and f"longest: mlp {most['r']:.3f}." in text
+    text = norm_predicts.finding(worse, other)
+    assert "so they do not predict it, and smoothing more does not help" in text and f"longest: mlp {most['r']:.3f}; in Adam's" in text
 
 
 # -- the kernel's speed

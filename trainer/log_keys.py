@@ -70,6 +70,8 @@ KEYS = [  # key, unit, meaning, section
     ("gns/{group}_adam{part}", "sequences", "the same in the metric that Adam steps in (gns_adam); not for blocks", "gns"),
     ("gns/{group}_step_sq_norm", "", "unbiased |G|^2 of that step alone; may be negative", "detail"),
     ("gns/{group}_step_tr_sigma", "", "unbiased tr(Sigma) of that step alone; may be negative", "detail"),
+    ("gns/{group}_adam_step_sq_norm", "", "the same in Adam's metric", "detail"),
+    ("gns/{group}_adam_step_tr_sigma", "", "the same in Adam's metric", "detail"),
     ("gns/step_tr_sigma_se", "", "standard error of the step's tr(Sigma), by a jackknife over its examples", "detail"),
     ("gns/example_max", "", "largest squared gradient norm of an example in that step", "detail"),
     ("gns/example_median", "", "the median of them", "detail"),
