@@ -41,8 +41,8 @@ def finding(numbers, adam):
     return (f"Here: Pearson r {norm['r']:.3f} ({norm['r_low']:.3f} to {norm['r_high']:.3f} over runs) and slope "
             f"{norm['slope']:.2f} (95% intervals {norm['slope_low']:.2f} to {norm['slope_high']:.2f}) of the total on the norm "
             f"layers at a half-life of {long:,} tokens, r {least['norm']['r']:.3f} and slope {least['norm']['slope']:.2f} at "
-            f"{short:,}: {claim}, and {more}; the other groups' r at the longest: {others}; in Adam's metric the norm layers' r "
-            "is {r:.3f} ({r_low:.3f} to {r_high:.3f}) and their slope {slope:.2f} ({slope_low:.2f} to {slope_high:.2f}).".format(
+            f"{short:,}: {claim}, and {more}; the other groups' r at the longest: {others}; in Adam's metric the norm layers' "
+            "r {r:.3f} ({r_low:.3f} to {r_high:.3f}), slope {slope:.2f} ({slope_low:.2f} to {slope_high:.2f}).".format(
                 **adam[max(adam)]["norm"]))
 
 

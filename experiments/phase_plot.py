@@ -69,8 +69,8 @@ def finding(seeds):
             f"{span('sq_norm_factor', ['norm'])} of its value and their tr(Sigma) to {span('tr_sigma_factor', ['norm'])}, the "
             f"other groups' to {span('sq_norm_factor', others)} and {span('tr_sigma_factor', others)}; the noise scale rose in "
             f"{rose} of {tried} groups (first seed: norm {first['norm']['gns_first']:.3g} to {first['norm']['gns_last']:.3g}, "
-            f"total {first['total']['gns_first']:.3g} to {first['total']['gns_last']:.3g}); logarithms of the norm layers' parts "
-            f"follow the total's with Pearson r {span('r_log_sq_norm', ['norm'], '2f')} (|G|^2) and "
+            f"total {first['total']['gns_first']:.3g} to {first['total']['gns_last']:.3g}); logarithms of the norm layers' "
+            f"parts follow the total's with Pearson r {span('r_log_sq_norm', ['norm'], '2f')} (|G|^2) and "
             f"{span('r_log_tr_sigma', ['norm'], '2f')} (tr Sigma): "
             + ("alike." if r > 0.8 and rose == tried else "not alike in all."))
 
