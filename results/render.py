@@ -10,6 +10,8 @@ the same name, and, where a published figure was checked, paper and holds. A new
 """
 
 import json
+import math
+import statistics
 import sys
 from pathlib import Path
 
@@ -143,6 +145,7 @@ def results_page(results):
              "[LOG.md](../results/LOG.md). The paper's figures are in [figures.md](figures.md)."]
     for section, names in RESULTS.items():
         lines += ["", f"## {section}", ""]
+        lines += ["### All of it in one table", "", *speed_table(results)] if section == "Speed" else []
         for name, title in names.items():
             if name not in results:
                 continue
@@ -283,6 +286,64 @@ def cost_table(result):
         rows = {row["clock"]: row for row in result["rows"] if row["what"] == what}
         lines.append(f"| {what} | " + " | ".join(cell(rows[clock][name]) for clock in ("wall", "cpu")
                                                 for name in ("before", "after")) + " |")
+    return [*lines, ""]
+
+
+def speed_rows(name, result):
+    """[(what, ratio or seconds, its quartiles)] of a benchmark's file."""
+    def row(what, found):
+        return what, f"{found['ratio']:.3f}", f"{found['ratio_q1']:.3f} to {found['ratio_q3']:.3f}"
+
+    def three(what, low, middle, high, unit=""):
+        return what, f"{middle:.2f}{unit}", f"{low:.2f} to {high:.2f}{unit}"
+    if name == "kernel":
+        rows = []
+        for dtype in dict.fromkeys(shape["dtype"] for shape in result["shapes"]):
+            both = [shape["ratios"]["ours / torch"]["both"] for shape in result["shapes"] if shape["dtype"] == dtype]
+            mean = math.exp(statistics.fmean(map(math.log, both)))
+            rows.append((f"norm kernel with norms over torch's without, {dtype}, {len(both)} shapes", f"{mean:.3f}",
+                         f"shapes {min(both):.3f} to {max(both):.3f}"))
+        return rows
+    if name == "attention":
+        return [row(f"attention over torch's, {r['dtype']}, {r['B']} x {r['T']}, {r['heads']} x {r['size']}",
+                    r["ratios"]["torch"]["both"]) for r in result["shapes"]]
+    if name == "data":
+        return [three("tokenisation, rate over tiktoken's", *(result["speed"][k] for k in ("ratio_q1", "ratio", "ratio_q3")))]
+    if name == "startup":
+        return [three(f"start to {what}", *(t[k] / 1e3 for k in ("q1_ms", "median_ms", "q3_ms")), " s")
+                for what, t in result["starts"].items()]
+    if name.startswith(("step_against", "step_whole")):
+        whole = ", whole processes" if name == "step_whole" else ""
+        return [three(f"tokens/s over nanoGPT's, {model}, ours {result['dtypes']['ours']}, theirs {result['dtypes']['theirs']}"
+                      f"{whole}", *own["ratio"]) for model, own in result["models"].items()]
+    rows, parts = [], result.get("processes", [result])
+    for model, variants in parts[0]["models"].items():
+        how = ", ".join(filter(None, (model, parts[0].get("dtype"), parts[0]["ranks"] > 1 and f"{parts[0]['ranks']} ranks")))
+        for variant in (v for v in variants if v != "off, torch's norm"):
+            found = sorted((part["models"][model][variant] for part in parts), key=lambda own: own["ratio"])
+            what, median, quartiles = row(f"step, {how}: {variant}", found[len(found) // 2])
+            if len(found) > 1:
+                quartiles += f" ({len(found)} processes: medians {found[0]['ratio']:.3f} to {found[-1]['ratio']:.3f})"
+            rows.append((what, median, quartiles))
+    return rows
+
+
+SPEED = ("kernel", "attention", *(f"step_{model}_{dtype}" for model in ("quickstart", "char", "111m")
+                                  for dtype in ("bfloat16", "float32")),
+         "step_quickstart_exact", "step_quickstart_adam", "step_attention", "step_ranks", "step_others", "step_against_char",
+         "step_against_111m", "step_whole", "startup", "data")
+
+
+def speed_table(results):
+    """Everything about speed that is claimed anywhere, once."""
+    lines = ["A step is over one without tracking and with torch's LayerNorm.", "",
+             "| what | median | quartiles | machine, date |", "|---|---|---|---|"]
+    for name in SPEED:
+        if name in results:
+            result = results[name]
+            where = f"{result['machine'].get('cpu', result['machine']['device'])}, {result['date']}"
+            lines += [f"| [{what}](../results/{name}.json) | {median} | {quartiles} | {where} |"
+                      for what, median, quartiles in speed_rows(name, result)]
     return [*lines, ""]
 
 

@@ -107,6 +107,17 @@ def test_the_attack_is_a_table_of_before_and_now_with_a_sum():
     assert "| in all | 3, 6 | 1, 4 | 0, 0 | 2, 2 |" in lines
 
 
+def test_speed_has_one_row_for_all_processes_of_a_measurement():
+    def process(ratio):
+        return {"ranks": 1, "dtype": "bfloat16", "models": {"char": {
+            "off, torch's norm": {"ratio": 1.0, "ratio_q1": 1.0, "ratio_q3": 1.0},
+            "norm": {"ratio": ratio, "ratio_q1": ratio - 0.1, "ratio_q3": ratio + 0.1}}}}
+    rows = render.speed_rows("step_char_bfloat16", {"processes": [process(0.9), process(1.1), process(1.0)]})
+    assert rows == [("step, char, bfloat16: norm", "1.000", "0.900 to 1.100 (3 processes: medians 0.900 to 1.100)")]
+    rows = render.speed_rows("step_ranks", {**process(0.9), "ranks": 2})
+    assert rows == [("step, char, bfloat16, 2 ranks: norm", "0.900", "0.800 to 1.000")]
+
+
 def test_the_transcripts_say_what_the_commands_say():
     shown, now = transcripts.stable(transcripts.PAGE.read_text(encoding="utf-8")), transcripts.stable(transcripts.page(True))
     assert shown == now, "docs/first_ten_minutes.md is stale: python results/transcripts.py"
