@@ -99,7 +99,7 @@ class Config:
                                       "micro_batch_size x processes", valid=AT_LEAST_1)
     batch_schedule: str = opt("linear", BRANCH, "linear: from batch_size_start to batch_size over the run, as in the paper; "
                                                 "gns: follows the noise scale between the two", schedule.KINDS)
-    batch_size_start: int = opt(8, BRANCH, "first batch of linear, smallest of gns", valid=AT_LEAST_1)
+    batch_size_start: int = opt(8, BRANCH, "first batch of linear, late and seesaw, smallest of gns", valid=AT_LEAST_1)
     batch_late: float = opt(0.8, BRANCH, "for late: the share of the run after which the batch is batch_size", valid=BELOW_1)
     batch_tokens: int = opt(0, BRANCH, "for linear and late: where the batch is batch_size; 0 = max_tokens", valid=NOT_NEGATIVE)
     batch_steps: str = opt("", BRANCH, "for steps: tokens:batch, e.g. 0:32, 50M:64, 200M:128 (k, M, B for thousands to "
@@ -156,8 +156,8 @@ class Config:
     gns_crosscheck: bool = opt(False, FIXED, "also the classical estimate, micro-batch gradients against the whole: noisier, "
                                              "and it holds a second copy of the gradient")
     grad_stats: bool = opt(False, FREE, "at logged steps also the gradient's coherence, Adam's signal to noise and the size "
-                                        "of the update (grad_stats.py); changes no bit of the training, holds two to three "
-                                        "more gradients")
+                                        "of the update (trainer/grad_stats.py); changes no bit of the training, holds two to "
+                                        "three more gradients")
     # -- evaluation, log, checkpoint
     eval_tokens: int = opt(250_000, FREE, "evaluate every so many tokens; 0 = only at the end", valid=NOT_NEGATIVE)
     eval_iters: int = opt(64, FREE, "validation windows per evaluation: a fixed, evenly spaced set, the same for every run",
@@ -364,7 +364,7 @@ def parse_named(argv, processes=1):
     config, note = fit(config, processes, typed)
     check_batches(config, processes)
     if os.environ.get("RANK", "0") == "0":
-        for words in filter(None, (short_note, note, without_effect(config, typed))):
+        for words in filter(None, (short_note, note, without_effect(config, typed), cost_unseen(config, processes))):
             print(words, flush=True)
     return config, name
 
@@ -554,10 +554,22 @@ def shorten(c, typed):
 
 def without_effect(c, typed):
     """Words about what was typed for another batch schedule than the one that is chosen; None if there is no such thing."""
-    meant = {"batch_size_start": ("linear", "gns"), "batch_steps": ("steps",), "batch_file": ("file",)}
+    meant = {"batch_steps": ("steps",), "batch_file": ("file",),
+             "batch_size_start": [name for name, kind in schedule.SCHEDULES.items() if "batch_size_start" in kind.keys]}
     meant |= {key: ("gns",) for key in FIELDS if key.startswith(("batch_gns_", "batch_objective", "batch_shrink"))}
     idle = [key for key in meant if key in typed and c.batch_schedule not in meant[key]]
     return f"{', '.join(idle)}: without effect under batch_schedule={c.batch_schedule}" if idle else None
+
+
+def cost_unseen(c, processes):
+    """Words where the controller cannot see what communication costs, so that it would hold its batch for ever; else None."""
+    quantum = c.micro_batch_size * processes
+    if (c.batch_schedule, c.batch_objective, c.parallel) != ("gns", "time", "fsdp") or processes == 1:
+        return None
+    if c.batch_size_start > quantum:
+        return None
+    return (f"batch_size_start={c.batch_size_start}: one micro-batch a step. Under parallel=fsdp its communication cannot be "
+            f"told from its computation, so the batch will stay too small: --batch_size_start={2 * quantum} shows it")
 
 
 def fit(c, processes, typed):

@@ -36,7 +36,7 @@ POINTS, FACTORS, WINDOW = (0.15, 0.3, 0.6), "1,2,4,8,16", 0.2  # of the longest 
 KEYS = {"gns/calibrated_adam": "Adam's metric", "gns/calibrated": "plain"}
 
 
-def curves(ends):
+def curves(ends, block):
     """[{"loss", "tokens" at SOURCE, "critical", "low", "high", ...}] at the final losses of SOURCE's runs. Each seed of each
     batch is a point."""
     found = []
@@ -46,7 +46,7 @@ def curves(ends):
         for batch, own in ends.items():
             for seed in range(len(own[0][1])):
                 taken = prediction.taken([(n, [those[seed]]) for n, those in own], loss)
-                points += [(taken / batch, taken)] if taken else []
+                points += [(taken / block / batch, taken / block)] if taken else []
         found.append({"loss": loss, "tokens": tokens, **tradeoff.fit(points)})
     return found
 
@@ -136,14 +136,14 @@ def draw(fitted, noise, moments, probed, path):
 def main(argv=None):
     args, config = parse(argv, "critical_batch", __doc__, settings=prediction.SETTINGS, tiny=prediction.TINY,
                          folder="prediction")
-    known = prediction.known(args.results)
+    known = prediction.known(args.results, config)
     ends = {int(b): own for b, own in known["tokens_and_final_losses"].items()}
     factor, seed, runs = known["learning_rate_factors"][str(SOURCE)], 1, Runs(config, args)
     runs.do({prediction.run_name(*run): prediction.changes(*run, config)
              for n in prediction.LENGTHS for run in [(SOURCE, n, factor, seed, "norm")]})
     longest = prediction.run_name(SOURCE, max(prediction.LENGTHS), factor, seed, "norm")
     probed = probes(runs.path(longest), config, args.jobs)
-    fitted, noise = curves(ends), means(runs, factor, seed)
+    fitted, noise = curves(ends, config.block_size), means(runs, factor, seed)
     path = write(args, config, PAPER, finding(fitted, noise, probed), {"curve": fitted, "noise": noise, "probes": probed})
     draw(fitted, noise, way(runs, longest), probed, path)
     return 0

@@ -26,6 +26,7 @@ import sys
 import numpy as np
 from common import Runs, parse, write
 
+import configurator
 import gns
 from plots import style
 from trainer import predict
@@ -153,14 +154,19 @@ def predictions(runs, best, seeds, ends):
     return found
 
 
-def known(folder):
-    """The numbers of this experiment, for others that build on it."""
+def known(folder, config):
+    """The numbers of this experiment, for others that build on it; they must be of the same model, data and tokens."""
     path = os.path.join(folder, "prediction.json")
     try:
         with open(path) as f:
-            return json.load(f)
+            found = json.load(f)
     except OSError:
         sys.exit(f"error: {path} is missing: python experiments/prediction.py writes it")
+    for key in ("dataset", "n_layer", "n_head", "n_embd", "block_size", "max_tokens"):
+        there, here = found["settings"].get(key, configurator.FIELDS[key].default), getattr(config, key)
+        if there != here:
+            sys.exit(f"error: {key}={here}: {path} is of {there}; run experiments/prediction.py with it, or leave it")
+    return found
 
 
 def ratio(p, factor=1.0):

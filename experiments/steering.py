@@ -11,12 +11,13 @@ of three lengths over three seeds, the learning rate falling to a tenth: ends ar
 
 gns really runs on each machine: its decisions depend on what a step costs there. What it is compared with trains the same
 whatever the machine, so those runs are made once, on one process (the constant ones of 4 to 128 by prediction.py, whose numbers
-file is read), and their seconds on a machine are steps times the time of a step, measured there at each batch. One constant run
-on each machine checks that: its real seconds stand beside those.
-Regret: seconds of gns, over those of the best constant batch to the same final loss, less 1.
+file is read), and their seconds on a machine are steps times the time of a step without any tracking, measured there at each
+batch. One constant run on each machine checks that: its real seconds stand beside those.
+Regret: seconds of gns, over those of the best constant batch to the same final loss, less 1. Medians over seeds: one seed of
+batch 64 nearly diverged, which must not make that batch look bad.
 
 Machines that we do not have: t(B) = t0 + B in units of t1, with t0 of 1 to 256 sequences. gns runs there with that cost given
-(priced.py).
+(priced.py), and pays for tracking and exact steps what they cost in the quickstart.
 """
 
 import os
@@ -29,8 +30,11 @@ import numpy as np
 import prediction
 from common import ROOT, Runs, parse, write
 
+import configurator
 import schedule
+from configurator import Config
 from plots import style
+from rightbatch import tracker
 from sweeps import jobs
 from trainer import log
 
@@ -46,7 +50,8 @@ LONG = (1.5, 2.5, 4.0)  # of the batch of LARGEST
 # lengths of gns, so that its final losses lie within those of the constant batches
 STEERED = {"one": (0.6, 0.8, 1.1), "two": (0.6, 0.8, 1.1), "200mbit": (0.8, 1.1, 1.6), "50mbit": (1.0, 1.4, 2.0)}
 RATIOS, PRICED_LENGTHS = (1, 4, 16, 64, 256), (0.8, 0.8, 1.0, 1.2, 1.6)  # t0 / t1 of machines we do not have, in sequences
-STEPS, EVERY = 60, 10  # of the runs that time a step
+STEPS, EVERY, SEQUENCES = 60, 10, 8000  # of the runs that time a step; without a slow link at least so many sequences
+TRACKED, EXACT = 1.04, 1.55  # a sequence in a tracked and in an exact step, over one without tracking (quickstart)
 
 
 def settings(config, length, seed, factor=FACTOR, **changes):
@@ -65,9 +70,9 @@ def constant(config, batch, length, seed, factor):
 
 # -- runs that are the same on every machine
 
-def known_ends(folder):
+def known_ends(folder, config):
     """{batch: [(tokens, final losses)]} of prediction.py."""
-    found = prediction.known(folder)["tokens_and_final_losses"]
+    found = prediction.known(folder, config)["tokens_and_final_losses"]
     return {int(b): [(tokens, losses) for tokens, losses in ends] for b, ends in found.items() if int(b) in CONSTANTS}
 
 
@@ -95,26 +100,33 @@ def fixed_ends(runs, seeds):
 # -- machines
 
 def real(name, out, config, changes):
-    """One run on that machine; not again where it is finished."""
+    """One run on that machine; not again where it is finished, with these settings."""
     folder = os.path.join(out, name, changes.pop("name"))
     processes = hosts.MACHINES[name][0]
     micro = min(QUANTUM, changes["batch_size"]) // processes
     own = {**vars(config), **changes, "out_dir": folder, "micro_batch_size": micro}
-    if jobs.tokens_done(folder) < own["max_tokens"]:  # its seconds are real ones: never half a run
+    finished = jobs.tokens_done(folder) >= own["max_tokens"]
+    if finished:
+        try:
+            jobs.same_settings(Config(**own), jobs.read_config(folder))
+        except configurator.ConfigError as e:
+            configurator.die(e)
+    else:  # its seconds are real ones: never half a run
         shutil.rmtree(folder, ignore_errors=True)
         hosts.train(name, own)
     return log.read(folder)
 
 
 def step_times(name, args, config):
-    """{batch: seconds of a step}, each measured by a run of its own, without calibration."""
-    found = {}
-    for batch in CONSTANTS:
-        if batch >= hosts.MACHINES[name][0]:
-            rows = real(name, args.out, config, dict(
-                name=f"time{batch}", batch_schedule="constant", batch_size=batch, max_tokens=STEPS * batch * config.block_size,
-                warmup_tokens=0, log_interval=EVERY, gns_calibrate_tokens=0, eval_iters=8))
-            found[batch] = statistics.median(r["dt_ms"] for r in rows if "train/loss" in r and r["step"] > 2 * EVERY) / 1e3
+    """{batch: seconds of a step}, each measured by a run of its own, without tracking."""
+    found, (processes, link) = {}, hosts.MACHINES[name]
+    for batch in (b for b in CONSTANTS if b >= processes):
+        steps = STEPS if link else max(STEPS, SEQUENCES // batch)
+        rows = real(name, args.out, config, dict(
+            name=f"untracked{batch}", batch_schedule="constant", batch_size=batch, max_tokens=steps * batch * config.block_size,
+            warmup_tokens=0, log_interval=EVERY, gns="off", gns_calibrate_tokens=0, eval_iters=8))
+        first, *_, last = [r for r in rows if "train/loss" in r and r["step"] >= 2 * EVERY]
+        found[batch] = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])  # hiccups and all, as in a run
     print(f"{name}: seconds of a step: {', '.join(f'{b}: {t:.4f}' for b, t in found.items())}", flush=True)
     return found
 
@@ -146,7 +158,7 @@ def at(times, batch):
 
 def seconds_to(loss, kind, ends, times, config):
     """Of a constant batch or a fixed schedule, to end at `loss`; None outside of what its runs reached."""
-    tokens = prediction.taken(ends, loss)
+    tokens = prediction.taken([(n, [statistics.median(losses)]) for n, losses in ends], loss)
     if tokens is None or (isinstance(kind, int) and kind not in times):
         return None
     if isinstance(kind, int):
@@ -161,14 +173,17 @@ def seconds_to(loss, kind, ends, times, config):
 
 def compared(steered, ends, times, config):
     """One loss: {"loss", "gns", every other kind: seconds to it or None, "best": constant batch, "regret": {kind: share}}"""
-    loss, seconds = (statistics.fmean(r[key] for r in steered) for key in ("loss", "seconds"))
+    loss, seconds = (statistics.median(r[key] for r in steered) for key in ("loss", "seconds"))
     others = {kind: seconds_to(loss, kind, own, times, config) for kind, own in ends.items()}
     constant = {b: s for b, s in others.items() if isinstance(b, int) and s}
     if not constant:
         return {"loss": loss, "gns": seconds, "best": None}
     best = min(constant, key=constant.get)
     everything = {"gns": seconds, **{kind: s for kind, s in others.items() if s}}
+    tried = list(times)
+    around = tried[max(0, tried.index(best) - 1):tried.index(best) + 2]
     return {"loss": loss, "seconds": {str(k): s for k, s in everything.items()}, "best": best,
+            "bracketed": all(b in constant for b in around),  # else a neighbour that never ended at this loss may be better
             "sweep_seconds": sum(constant.values()),
             "regret": {str(k): s / constant[best] - 1 for k, s in everything.items()},
             "regret_of_seeds": [r["seconds"] / (seconds_to(r["loss"], best, ends[best], times, config) or float("nan")) - 1
@@ -189,7 +204,7 @@ def on_machine(name, args, config, seeds, ends):
 
 def checked(name, args, config, batch, times):
     """A whole constant run on the machine: its seconds, and what steps times the time of a step says."""
-    rows = real(name, args.out, config, {"name": f"check{batch}", "gns_calibrate_tokens": 0,
+    rows = real(name, args.out, config, {"name": f"check{batch}", "gns": "off", "gns_calibrate_tokens": 0,
                                          **constant(config, batch, STEERED[name][0], 1, FACTOR)})
     last = [r for r in rows if "train/loss" in r][-1]
     return {"batch": batch, "steps": last["step"], "seconds": last["seconds"], "priced": last["step"] * times[batch]}
@@ -203,6 +218,17 @@ class Priced(jobs.Group):
         return super().start([python, os.path.join(ROOT, "experiments", "priced.py"), *arguments], **options)
 
 
+def priced_seconds(walk, ratio, config):
+    """Of a run of gns, in units of t1: tracked steps, some of them exact."""
+    tokens, seconds = 0, 0.0
+    for batch, steps in walk:
+        for _ in range(steps):
+            after = tokens + batch * config.block_size
+            exact = tracker.calibrates(tokens, after, config.gns_calibrate_tokens)
+            tokens, seconds = after, seconds + ratio + batch * (EXACT if exact else TRACKED)
+    return seconds
+
+
 def on_made_up_machines(runs, seeds, ends):
     """{t0 / t1: what `compared` says}, in units of t1."""
     result = {}
@@ -213,7 +239,7 @@ def on_made_up_machines(runs, seeds, ends):
         runs.do({name: settings(runs.config, length, s, **GNS) for s, name in names.items()})
         steered = [summary(runs.rows(name)) for name in names.values()]
         for r in steered:
-            r["seconds"] = sum(steps * (ratio + batch) for batch, steps in r["walk"])
+            r["seconds"] = priced_seconds(r["walk"], ratio, runs.config)
         result[str(ratio)] = {**compared(steered, ends, times, runs.config), "walk": steered[0]["walk"]}
     return result
 
@@ -225,13 +251,14 @@ def finding(machines, priced):
         return f"{min(regrets):+.0%} to {max(regrets):+.0%}" if regrets else "not comparable"
     said = []
     for name, own in machines.items():
-        known = [r for r in own["losses"].values() if r["best"]]
+        known = [r for r in own["losses"].values() if r["best"] and r["bracketed"]]
         said.append(f"{name} {worst([r['regret']['gns'] for r in known])} (best constant "
                     f"{', '.join(str(b) for b in sorted({r['best'] for r in known}))}; linear "
                     f"{worst([r['regret']['linear'] for r in known if 'linear' in r['regret']])}, seesaw "
                     f"{worst([r['regret']['seesaw'] for r in known if 'seesaw' in r['regret']])})")
-    text = "Here, seconds of gns to a loss, with no sweep, over those of the best constant batch: " + "; ".join(said)
-    known = {ratio: own for ratio, own in priced.items() if own["best"]}
+    text = ("Here, seconds of gns to a loss, with no sweep over batches, over those of the best constant batch: "
+            + "; ".join(said))
+    known = {ratio: own for ratio, own in priced.items() if own["best"] and own["bracketed"]}
     if known:
         text += ". Priced, t0/t1 of " + ", ".join(f"{ratio}: {own['regret']['gns']:+.0%} (best {own['best']})"
                                                   for ratio, own in known.items())
@@ -274,7 +301,7 @@ def main(argv=None):
     names = hosts.names(own[-1].split("=", 1)[1] if own else ",".join(hosts.MACHINES))
     seeds = list(range(1, args.seeds + 1))
     runs = Runs(config, args)
-    ends = known_ends(args.results)
+    ends = known_ends(args.results, config)
     factor, ends[LARGEST] = far_ends(runs, seeds)
     ends |= fixed_ends(runs, seeds)
     priced = on_made_up_machines(runs, seeds, ends)

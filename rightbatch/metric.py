@@ -3,37 +3,34 @@ The metric that an optimizer steps in. Adam does not step along the gradient: it
 metric a squared norm is sum_j p_j g_j^2 with p_j = 1 / (sqrt(v_hat_j) + eps).
 """
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 
 def adam_metric(second_moments, step, beta2, eps):
-    """[p] for Adam's second moments [v] after `step` updates."""
-    correction = (1 - beta2 ** step).clamp_min(1 - beta2)  # step is 0 if the first update was skipped
-    weights = torch._foreach_div(second_moments, correction)
-    torch._foreach_sqrt_(weights)
-    torch._foreach_add_(weights, eps)
-    torch._foreach_reciprocal_(weights)
-    # a coordinate that never had a gradient (a token not seen yet) has no weight: 1/eps would drown all others
-    pairs = list(zip(weights, second_moments))
-    vectors = [pair for pair in pairs if pair[0].dim() < 2]
-    if vectors:
-        torch._foreach_mul_([p for p, _ in vectors], torch._foreach_sign([v for _, v in vectors]))
-    for p, v in pairs:
-        if p.dim() >= 2:  # one by one: each makes a temporary of its size
-            p.mul_(v > 0)
-    return weights
+    """[p] for Adam's second moments [v] after `step` updates. Vectors are done together: there are many, and they are small."""
+    scale = (1 - beta2 ** step).clamp_min(1 - beta2).rsqrt()  # step is 0 if the first update was skipped
+
+    def weights(v):
+        root = v.sqrt().mul_(scale).add_(eps)
+        # a coordinate that never had a gradient (a token not seen yet) has no weight: 1/eps would drown all others
+        return F.threshold_(root, eps, math.inf).reciprocal_()
+    vectors = [v for v in second_moments if v.dim() == 1]
+    together = iter(weights(torch.cat(vectors)).split([len(v) for v in vectors]) if vectors else ())
+    return [next(together) if v.dim() == 1 else weights(v) for v in second_moments]
 
 
 def weighted_sq(grads, weights):
-    """(n,) sums of w g^2, one for each of n gradients. Vectors are done together: there are many, and they are small."""
-    found = [None] * len(grads)
-    small = [i for i, g in enumerate(grads) if g.dim() < 2]
-    if small:
-        root = torch.cat([weights[i] for i in small]).sqrt_()
-        pieces = root.mul_(torch.cat([grads[i] for i in small])).split([len(grads[i]) for i in small])
-        for i, norm in zip(small, torch._foreach_norm(pieces)):
-            found[i] = norm.square()
-    for i, g in enumerate(grads):
-        if found[i] is None:
-            found[i] = (weights[i] * g.square()).sum()
-    return torch.stack(found)
+    """(n,) sums of w g^2, one for each of n gradients; vectors together, as above."""
+    vectors = [(g, w) for g, w in zip(grads, weights) if g.dim() == 1]
+    together = iter(())
+    if vectors:
+        root = torch.cat([w for _, w in vectors]).sqrt_()
+        pieces = root.mul_(torch.cat([g for g, _ in vectors])).split([len(g) for g, _ in vectors])
+        squares = torch.stack(torch._foreach_norm(pieces)).square_()
+        if len(vectors) == len(grads):
+            return squares
+        together = iter(squares.unbind())
+    return torch.stack([next(together) if g.dim() == 1 else (w * g).mul_(g).sum() for g, w in zip(grads, weights)])

@@ -196,6 +196,15 @@ def test_step_time_json_is_what_the_newest_log_row_says_by_the_slowest_process(r
     assert found > 8
 
 
+def test_a_checkpoint_has_the_step_times_of_every_process(runs):
+    found = 0
+    for path in runs.glob("2-*/ckpt.pt"):
+        times = checkpoint.load(str(path.parent))["step_time"]
+        assert len(times) == 2 and times[0]["setting"] == times[1]["setting"]
+        found += times[0]["averages"] != times[1]["averages"]
+    assert found > 4, "each has a clock of its own"
+
+
 def rewind(folder, name, source):
     """A run folder as it was when `source` had made its checkpoint in the middle; that step."""
     shutil.copytree(folder / source, folder / name)

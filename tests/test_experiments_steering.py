@@ -10,6 +10,7 @@ from conftest import ROOT
 
 sys.path.insert(0, os.path.join(ROOT, "experiments"))
 
+import common  # noqa: E402
 import critical_batch  # noqa: E402
 import hosts  # noqa: E402
 import prediction  # noqa: E402
@@ -18,6 +19,7 @@ import steering  # noqa: E402
 
 import train  # noqa: E402
 from configurator import Config  # noqa: E402
+from rightbatch import tracker  # noqa: E402
 from trainer import log  # noqa: E402
 from trainer.step import TrainingStep  # noqa: E402
 
@@ -83,27 +85,28 @@ def test_a_given_cost_of_a_step_decides_like_a_measured_one(tmp_path, tiny_args,
     assert said and all("400 ms a step and 10 ms a sequence" in words for words in said)
 
 
-def written(folder):
+def written(folder, **settings):
     """The numbers of prediction.py that both experiments read; learning rate factors as tuned."""
+    own = {key: value for key, value in {**common.TINY, **prediction.TINY, **settings}.items()}
     ends = {b: [(100 * n, [5 - 0.5 * math.log(n)]) for n in (5, 25, 400)] for b in (8, 16, 32, 64)}
     with open(folder / "prediction.json", "w") as f:
-        json.dump({"tokens_and_final_losses": ends, "learning_rate_factors": {"16": 1.0}}, f)
+        json.dump({"tokens_and_final_losses": ends, "learning_rate_factors": {"16": 1.0}, "settings": own}, f)
 
 
-def test_the_steering_experiment_runs_reports_and_is_not_run_twice(tiny, tmp_path, monkeypatch):
+def test_the_steering_experiment_runs_reports_and_is_not_run_twice(tiny, tiny_data, tmp_path, monkeypatch, capsys):
     started = []
 
     def on_this_process(name, settings):
         started.append(settings["out_dir"])
         assert train.main([f"--{k}={v}" for k, v in settings.items()]) == 0
     own = dict(CONSTANTS=(8, 16, 32), LARGEST=32, GNS={**steering.GNS, "batch_size": 32}, STEERED={"one": (1.0,)},
-               STEPS=8, EVERY=2, RATIOS=(4,), PRICED_LENGTHS=(1.0,), LENGTHS=(1.0, 1.5, 2.0), LONG=(1.0, 1.5, 2.0),
-               FIXED={"linear": dict(batch_schedule="linear", batch_size_start=8, batch_size=16)})
+               STEPS=8, EVERY=2, SEQUENCES=80, RATIOS=(4,), PRICED_LENGTHS=(1.0,), LENGTHS=(1.0, 1.5, 2.0),
+               LONG=(1.0, 1.5, 2.0), FIXED={"linear": dict(batch_schedule="linear", batch_size_start=8, batch_size=16)})
     for name, value in own.items():
         monkeypatch.setattr(steering, name, value)
     monkeypatch.setattr(hosts, "train", on_this_process)
     monkeypatch.setattr(prediction, "taken", lambda ends, loss: ends[1][0])  # the losses of so few steps tell nothing
-    written(tmp_path)
+    written(tmp_path, dataset=str(tiny_data))
     arguments = ("--seeds", "1", "--machines=one", "--micro_batch_size=8", "--batch_size_start=8", "--log_interval=2")
     result = tiny(steering, *arguments)
     own = result["machines"]["one"]
@@ -115,21 +118,47 @@ def test_the_steering_experiment_runs_reports_and_is_not_run_twice(tiny, tmp_pat
     ran = len(started), len(tiny.runs)
     tiny(steering, *arguments)
     assert (len(started), len(tiny.runs)) == ran, "nothing is run again"
+    with pytest.raises(SystemExit):
+        tiny(steering, *arguments, "--n_embd=32")
+    assert "n_embd=32" in capsys.readouterr().err, "other models have other losses"
+
+
+def test_a_priced_run_pays_for_tracking_and_for_its_exact_steps():
+    config = Config(gns_calibrate_tokens=10_000)
+    steps, exact = 400, 0
+    for i in range(steps):
+        exact += tracker.calibrates(i * 1024, (i + 1) * 1024, 10_000)
+    seconds = steering.priced_seconds([[8, steps]], 3, config)
+    assert 30 < exact < 100
+    assert seconds == pytest.approx(3 * steps + 8 * (steps - exact) * steering.TRACKED + 8 * exact * steering.EXACT)
+
+
+def test_one_bad_seed_does_not_make_a_batch_look_bad_and_a_lone_best_is_said(ends):
+    times = {b: 0.001 * (16 + b) for b in steering.CONSTANTS}
+    loss = loss_after(3e6 / BLOCK, 8)
+    steered = [dict(loss=loss, seconds=1.0)] * 3
+    before = steering.compared(steered, ends, times, Config())
+    ends[32] = [(n, [a, b, c + 1]) for n, (a, b, c) in ends[32]]
+    found = steering.compared(steered, ends, times, Config())
+    assert found["best"] == before["best"] == 32 and found["seconds"]["32"] == pytest.approx(before["seconds"]["32"])
+    assert found["bracketed"]
+    ends[64] = [(n, [9.0 - i] * 3) for i, (n, _) in enumerate(ends[64])]  # never came so far
+    assert not steering.compared(steered, ends, times, Config())["bracketed"]
 
 
 def test_the_curve_through_runs_that_follow_the_theory_has_their_critical_batch(ends, monkeypatch):
     monkeypatch.setattr(critical_batch, "SOURCE", 16)
-    found = critical_batch.curves({b: own for b, own in ends.items() if b <= 128})
+    found = critical_batch.curves({b: own for b, own in ends.items() if b <= 128}, BLOCK)
     inside = [f for f in found if "critical" in f]
     assert len(inside) >= 3 and all(f["critical"] == pytest.approx(NOISE, rel=0.05) for f in inside)
 
 
-def test_the_critical_batch_experiment_gives_all_three_answers(tiny, tmp_path, monkeypatch):
+def test_the_critical_batch_experiment_gives_all_three_answers(tiny, tiny_data, tmp_path, monkeypatch):
     for name, value in (("POINTS", (0.3,)), ("FACTORS", "1,2"), ("WINDOW", 0.5)):
         monkeypatch.setattr(critical_batch, name, value)
     monkeypatch.setattr(prediction, "LENGTHS", (1.0, 2.0))
     monkeypatch.setattr(prediction, "taken", lambda ends, loss: ends[1][0])
-    written(tmp_path)
+    written(tmp_path, dataset=str(tiny_data), max_tokens=5120)
     result = tiny(critical_batch, "--jobs", "1", "--max_tokens=5120")
     (probe,) = result["probes"]
     assert probe["batch_size"] == 16 and [b["factor"] for b in probe["branches"]] == [1, 2]

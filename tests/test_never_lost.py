@@ -276,6 +276,18 @@ def test_a_bad_edit_of_batch_file_leaves_the_last_good_one(tmp_path, text):
 def test_settings_of_another_schedule_are_said(capsys):
     configurator.parse(["--batch_schedule=constant", "--batch_shrink=True", "--batch_size=16"])
     assert capsys.readouterr().out == "batch_shrink: without effect under batch_schedule=constant\n"
+    configurator.parse(["--batch_schedule=late", "--batch_size_start=8"])
+    assert capsys.readouterr().out == "", "late begins with it"
+
+
+def test_a_controller_that_could_not_see_communication_is_said(capsys):
+    keys = ["--batch_schedule=gns", "--parallel=fsdp", "--micro_batch_size=4", "--batch_size=64"]
+    configurator.parse([*keys, "--batch_size_start=8"], 2)
+    assert "--batch_size_start=16 shows it" in capsys.readouterr().out
+    for more, processes in ((["--batch_size_start=16"], 2), (["--batch_size_start=8", "--batch_objective=balance"], 2),
+                            (["--batch_size_start=4"], 1)):
+        configurator.parse([*keys, *more], processes)
+        assert capsys.readouterr().out == ""
 
 
 def test_a_resume_says_what_will_differ():

@@ -595,6 +595,17 @@ def test_a_branch_with_nothing_changed_is_the_run_itself(tmp_path, tiny_args):
     assert train.main(tiny_args(out_dir=tmp_path / "branch", dropout=0.1, resume=True)) == 0
 
 
+def test_a_branch_of_a_gns_run_goes_on_from_the_batch_that_was_found(tmp_path, tiny_args):
+    train.main(tiny_args(out_dir=tmp_path / "base", stop_tokens=8000, **GNS))
+    found = checkpoint.load(str(tmp_path / "base"))["schedule"]["batch"]
+    assert found >= 16
+    longer = {**GNS, "max_tokens": 16_000, "branch_from": tmp_path / "base"}
+    train.main(tiny_args(out_dir=tmp_path / "longer", **longer))
+    assert logged(tmp_path / "longer")[0]["batch_size"] == found
+    train.main(tiny_args(out_dir=tmp_path / "other", **{**longer, "batch_size_start": 8}))
+    assert logged(tmp_path / "other")[0]["batch_size"] == 8, "its own settings, its own batches"
+
+
 def test_a_branch_may_change_batch_and_learning_rate_and_nothing_of_the_model(tmp_path, tiny_args, capsys):
     train.main(tiny_args(out_dir=tmp_path / "base", stop_tokens=900))
     keys = dict(out_dir=tmp_path / "b", branch_from=tmp_path / "base", batch_schedule="constant")

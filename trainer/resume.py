@@ -11,6 +11,7 @@ from configurator import ConfigError
 from data import tokens
 from trainer import checkpoint, hardware, log
 
+STEERED = ("batch_schedule", "batch_objective", "batch_size_start", "batch_size", "log_interval")  # how gns finds its batch
 PARTS = {"model": dict, "optimizer": dict, "rng": dict, "scaler": dict, "state": dict, "gns": dict, "schedule": dict,
          "config": dict, "data": dict, "vocab_size": int}  # of a checkpoint that a run can go on from
 
@@ -57,7 +58,9 @@ def branch_point(config, data, mmap):
     if tokens >= config.end_tokens():
         raise ConfigError(f"branch_from={config.branch_from!r}: its checkpoint is at {tokens} tokens, this run ends at "
                           f"{config.end_tokens()}")
-    return {**saved, "branched": True, "schedule": None}  # its own batches
+    same = all(saved["config"].get(key) == getattr(config, key) for key in STEERED)
+    go_on = config.batch_schedule == "gns" and same  # from the batch that was found; else its own batches
+    return {**saved, "branched": True, "schedule": saved["schedule"] if go_on else None}
 
 
 def check_parts(saved, more=None):

@@ -74,7 +74,10 @@ class Run:
         step.optimizer.scaler.load_state_dict(saved["scaler"])
         self.count = Counters(**saved["state"])
         step.load_state_dict(saved["gns"])
-        step.timer.load_state_dict(saved.get("step_time"))
+        times = saved.get("step_time")
+        if isinstance(times, list):  # of each rank: another may be slower
+            times = times[ranks.rank] if len(times) == ranks.world else None
+        step.timer.load_state_dict(times)
         self.rng_restored = ranks.restore_rng(saved["rng"], self.config.seed, self.count.step)
 
     @property
@@ -147,13 +150,13 @@ class Run:
         best = self.val_loss is not None and (count.best_saved_loss is None or self.val_loss < count.best_saved_loss)
         count.best_saved_loss = self.val_loss if best else count.best_saved_loss
         self.saved_step = count.step
-        cost = step_time.row(step.cost())  # all ranks must ask
+        cost, times = step_time.row(step.cost()), ranks.everyone(step.timer.state_dict())  # all ranks must ask
         if not ranks.first:
             return
         self.write_cost(cost)
         checkpoint.save(self.config.out_dir, {
             **whole, "scaler": step.optimizer.scaler.state_dict(), "state": asdict(count), "gns": step.state_dict(),
-            "step_time": step.timer.state_dict(), "schedule": self.batch_schedule.state_dict(), "config": asdict(self.config),
+            "step_time": times, "schedule": self.batch_schedule.state_dict(), "config": asdict(self.config),
             "vocab_size": self.data.vocab_size, "data": self.data.meta,
             "log": self.out.state(), "arithmetic": self.arithmetic()}, self.config.keep_checkpoints, best)
 
