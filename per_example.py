@@ -89,8 +89,6 @@ def simultaneous(g, x, p=None, idx=None):
     dW = g.new_empty(O, C, dtype=dtype)
     sq_norms = g.new_zeros(1 if p is None else 2, B, dtype=dtype)
     picked = None if idx is None else g.new_zeros(B, idx.shape[1], C, dtype=dtype)
-    if p is not None:  # c in bf16 is weighted in bf16: rounding is random and averages out. fp16 has not the range for it
-        root = p.sqrt().to(dtype if g.dtype == torch.float16 else g.dtype)
     cuts = list(pieces(B, O, C * g.element_size()))
     buffer = g.new_empty(max((b1 - b0) * (r1 - r0) for b0, b1, r0, r1 in cuts) * C)
     for b0, b1, r0, r1 in cuts:
@@ -109,8 +107,8 @@ def simultaneous(g, x, p=None, idx=None):
         if idx is not None:
             picked[b0:b1] += pick_rows(c, idx[b0:b1], r0)
         if p is not None:  # last, because it overwrites c
-            c = c.to(root.dtype).mul_(root[r0:r1])
-            sq_norms[1, b0:b1] += torch.linalg.vector_norm(c, dim=2, dtype=dtype).square_().sum(1)
+            c = c.to(dtype).square_().mul_(p[r0:r1])
+            sq_norms[1, b0:b1] += c.sum(2).sum(1)
     return dW, sq_norms, picked
 
 

@@ -11,14 +11,17 @@ import torch.nn.functional as F
 
 def adam_metric(second_moments, step, beta2, eps):
     """[p] for Adam's second moments [v] after `step` updates. Vectors are done together: there are many, and they are small."""
-    scale = (1 - beta2 ** step).clamp_min(1 - beta2).rsqrt()  # step is 0 if the first update was skipped
+    if step.device.type == "cpu":
+        scale = max(1 - beta2 ** step.item(), 1 - beta2) ** -0.5  # step is 0 if the first update was skipped
+    else:  # the same, without asking the device
+        scale = (1 - beta2 ** step).clamp_min(1 - beta2).rsqrt()
 
     def weights(v):
         root = v.sqrt().mul_(scale).add_(eps)
         # a coordinate that never had a gradient (a token not seen yet) has no weight: 1/eps would drown all others
         return F.threshold_(root, eps, math.inf).reciprocal_()
     vectors = [v for v in second_moments if v.dim() == 1]
-    together = iter(weights(torch.cat(vectors)).split([len(v) for v in vectors]) if vectors else ())
+    together = iter(weights(torch.cat(vectors)).split([v.numel() for v in vectors]) if vectors else ())
     return [next(together) if v.dim() == 1 else weights(v) for v in second_moments]
 
 
@@ -28,7 +31,7 @@ def weighted_sq(grads, weights):
     together = iter(())
     if vectors:
         root = torch.cat([w for _, w in vectors]).sqrt_()
-        pieces = root.mul_(torch.cat([g for g, _ in vectors])).split([len(g) for g, _ in vectors])
+        pieces = root.mul_(torch.cat([g for g, _ in vectors])).split([g.numel() for g, _ in vectors])
         squares = torch.stack(torch._foreach_norm(pieces)).square_()
         if len(vectors) == len(grads):
             return squares
