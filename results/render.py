@@ -92,7 +92,7 @@ FIGURES = {  # title, time on two quiet cores
 }
 
 # measured when there is time; until then the page goes without them
-LATER = {"never_lost_cost", "critical_batch", "steering", "step_attention"}
+LATER = {"critical_batch", "steering"}
 
 BY = "This page is written from `results/*.json` by `python results/render.py`: change those, not it."
 
