@@ -123,8 +123,9 @@ def step_times(name, args, config, turn):
     for batch in (b for b in CONSTANTS if b >= processes):
         steps = STEPS if link else max(STEPS, SEQUENCES // batch)
         rows = real(name, args.out, config, dict(
-            name=f"untracked{batch}_{turn}", batch_schedule="constant", batch_size=batch, max_tokens=steps * batch * config.block_size,
-            warmup_tokens=0, log_interval=EVERY, gns="off", gns_calibrate_tokens=0, eval_iters=8))
+            name=f"untracked{batch}_{turn}", batch_schedule="constant", batch_size=batch,
+            max_tokens=steps * batch * config.block_size, warmup_tokens=0, log_interval=EVERY, gns="off",
+            gns_calibrate_tokens=0, eval_iters=8))
         first, *_, last = [r for r in rows if "train/loss" in r and r["step"] >= 2 * EVERY]
         found[batch] = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])  # hiccups and all, as in a run
     print(f"{name}: seconds of a step, {turn}: {', '.join(f'{b}: {t:.4f}' for b, t in found.items())}", flush=True)
@@ -201,7 +202,8 @@ def on_machine(name, args, config, seeds, ends):
         losses = {f"{n:g}": compared(those, ends, times, config) for n, those in runs.items()}
         best = next((own["best"] for own in losses.values() if own["best"]), QUANTUM)
         check = checked(name, args, config, best, times)
-    return {"step_seconds": times, "after_over_before": {b: after[b] / before[b] for b in before}, "runs": {f"{n:g}": those for n, those in runs.items()}, "losses": losses, "check": check}
+    return {"step_seconds": times, "after_over_before": {b: after[b] / before[b] for b in before}, "losses": losses,
+            "runs": {f"{n:g}": those for n, those in runs.items()}, "check": check}
 
 
 def checked(name, args, config, batch, times):
