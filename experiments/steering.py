@@ -293,7 +293,7 @@ def draw(machines, path):
                       "50mbit": "two hosts, 50 Mbit/s"}[name])
         ax.set_xlabel("batch, sequences")
         ax.legend(fontsize=8)
-    axes[0, 0].set_ylabel("seconds to the loss, over the best constant batch's")
+    axes[0, 0].set_ylabel("seconds, over the best constant batch")
     style.save(figure, path)
 
 
