@@ -159,7 +159,7 @@ def figures_page(results):
              "One script in `experiments/` for each figure of Gray et al. 2024 (arXiv 2411.00999). Each prints what the paper",
              "says and what was found here, whichever way it came out. Here means small models on two CPU cores.", "",
              "`--tiny` takes seconds. `--config config/gpt_111m.py --device cuda` is for the paper's size: not run yet.",
-             "`--seeds` adds seeds. Figures 2, 5 and 7 share one training run per seed, about four minutes on one core.",
+             "`--seeds` adds seeds. Figures 2, 5 and 7 share one training run per seed, about a minute on one core.",
              "The first of them makes it. Times are for two quiet cores, estimated where runs shared theirs.", "",
              "| figure | does it hold here? |", "|---|---|"]
     lines += [f"| [{title}](#{anchor(title)}) | {results[name].get('holds', 'see below')} |"
