@@ -72,7 +72,7 @@ def draw(rows, numbers, adam, path):
     layers.draw_fit(r, numbers, "r", "Pearson r with the total")
     r.plot(list(adam), [groups["norm"]["r"] for groups in adam.values()], "s--", ms=4, color=style.COLORS[1],
            label=f"norm, Adam's metric: slope {adam[max(adam)]['norm']['slope']:.2f}")
-    drawn = [*(group["r"] for groups in numbers.values() for group in groups.values()), *(g["norm"]["r"] for g in adam.values())]
+    drawn = [*(own["r"] for groups in numbers.values() for own in groups.values()), *(g["norm"]["r"] for g in adam.values())]
     r.set_ylim(bottom=min(drawn) - 0.15)  # room for the legend
     r.legend(loc="lower right")
     r.fill_between(list(numbers), [n["r_low"] for n in norm], [n["r_high"] for n in norm], color=style.COLORS[1], alpha=0.2,
