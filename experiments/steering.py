@@ -32,7 +32,6 @@ from common import ROOT, Runs, parse, write
 
 import configurator
 import schedule
-from configurator import Config
 from plots import style
 from rightbatch import tracker
 from sweeps import jobs
@@ -108,7 +107,7 @@ def real(name, out, config, changes):
     finished = jobs.tokens_done(folder) >= own["max_tokens"]
     if finished:
         try:
-            jobs.same_settings(Config(**own), jobs.read_config(folder))
+            jobs.same_settings(configurator.Config(**own), jobs.read_config(folder))
         except configurator.ConfigError as e:
             configurator.die(e)
     else:  # its seconds are real ones: never half a run

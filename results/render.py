@@ -40,7 +40,6 @@ RESULTS = {
         "step_111m_bfloat16": "Training step, gpt_111m, bf16",
         "step_111m_float32": "Training step, gpt_111m, float32",
         "step_ranks": "Training step under DDP",
-        "step_quickstart_exact": "Calibration",
         "step_quickstart_adam": "Adam's metric, and calibration in it",
         "step_others": "Exact mode against per-sample gradients of others",
         "watch": "watch in GPT-2 and Llama of Hugging Face",
@@ -330,7 +329,7 @@ def speed_rows(name, result):
 
 SPEED = ("kernel", "attention", *(f"step_{model}_{dtype}" for model in ("quickstart", "char", "111m")
                                   for dtype in ("bfloat16", "float32")),
-         "step_quickstart_exact", "step_quickstart_adam", "step_attention", "step_ranks", "step_others", "step_against_char",
+         "step_quickstart_adam", "step_attention", "step_ranks", "step_others", "step_against_char",
          "step_against_111m", "step_whole", "startup", "data")
 
 

@@ -87,7 +87,7 @@ def test_a_given_cost_of_a_step_decides_like_a_measured_one(tmp_path, tiny_args,
 
 def written(folder, **settings):
     """The numbers of prediction.py that both experiments read; learning rate factors as tuned."""
-    own = {key: value for key, value in {**common.TINY, **prediction.TINY, **settings}.items()}
+    own = {**common.TINY, **prediction.TINY, **settings}
     ends = {b: [(100 * n, [5 - 0.5 * math.log(n)]) for n in (5, 25, 400)] for b in (8, 16, 32, 64)}
     with open(folder / "prediction.json", "w") as f:
         json.dump({"tokens_and_final_losses": ends, "learning_rate_factors": {"16": 1.0}, "settings": own}, f)
