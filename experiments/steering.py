@@ -50,7 +50,7 @@ LONG = (1.5, 2.5, 4.0)  # of the batch of LARGEST
 STEERED = {"one": (0.6, 0.8, 1.1), "two": (0.6, 0.8, 1.1), "200mbit": (0.8, 1.1, 1.6), "50mbit": (1.0, 1.4, 2.0)}
 RATIOS, PRICED_LENGTHS = (1, 4, 16, 64, 256), (0.8, 0.8, 1.0, 1.2, 1.6)  # t0 / t1 of machines we do not have, in sequences
 STEPS, EVERY, SEQUENCES = 60, 10, 8000  # of the runs that time a step; without a slow link at least so many sequences
-TRACKED, EXACT = 1.04, 1.55  # a sequence in a tracked and in an exact step, over one without tracking (quickstart)
+TRACKED, EXACT = 1.04, 1.55  # a sequence that is tracked, and one that is exact, over one that is neither (quickstart)
 
 
 def settings(config, length, seed, factor=FACTOR, **changes):
@@ -227,8 +227,9 @@ def priced_seconds(walk, ratio, config):
     for batch, steps in walk:
         for _ in range(steps):
             after = tokens + batch * config.block_size
-            exact = tracker.calibrates(tokens, after, config.gns_calibrate_tokens)
-            tokens, seconds = after, seconds + ratio + batch * (EXACT if exact else TRACKED)
+            calibrates = tracker.calibrates(tokens, after, config.gns_calibrate_tokens)
+            exact = min(batch, max(tracker.EXACT_EXAMPLES, config.micro_batch_size)) if calibrates else 0
+            tokens, seconds = after, seconds + ratio + batch * TRACKED + exact * (EXACT - TRACKED)
     return seconds
 
 

@@ -31,7 +31,7 @@ from rightbatch import gns
 from rightbatch.tracker import named
 
 WARM_UP = 3  # steps of each kind that a process does not count: memory, threads and compilers are cold
-REHEARSALS, REHEARSE_EVERY = 3, 500  # at first, then one in so many steps of a kind: half a per cent of them
+REHEARSALS, REHEARSE_EVERY = 3, 500  # at first, then one in so many steps: half a per cent of them
 RECENT = 100  # steps that a rehearsal is compared with
 
 
@@ -42,7 +42,8 @@ class StepTime:
         self.device, self.sequences, self.world = device, sequences, world
         self.averages = gns.Averages(2, half_life_tokens, gns.EARLY)  # seconds of a micro-step, t0
         self.seen, self.marks, self.ready = {}, [], None  # steps by kind; moments of the step at work
-        self.rehearsed, self.rehearsal, self.alone, self.beside = {}, None, {}, {}  # by kind: times asked; seconds, see split
+        self.asked, self.rehearsal = -1, None  # how often for a rehearsal
+        self.alone, self.beside = {}, {}  # by kind: seconds, see slowed_by
         self.setting = [device, sequences, world, torch.get_num_threads(), *setting]
         if last_ready is not None and world > 1:
             last_ready.register_hook(self.gradient_ready)
@@ -74,10 +75,10 @@ class StepTime:
         found, self.rehearsal = self.rehearsal, None
         return found or ([*self.marks, self.now()], self.ready)
 
-    def wants_rehearsal(self, kind=None):
+    def wants_rehearsal(self):
         """Whether to rehearse the only micro-step of this step. All processes come to the same answer."""
-        self.rehearsed[kind] = asked = self.rehearsed.get(kind, -1) + 1
-        return WARM_UP <= asked < WARM_UP + REHEARSALS or asked % REHEARSE_EVERY == REHEARSE_EVERY - 1
+        self.asked += 1
+        return WARM_UP <= self.asked < WARM_UP + REHEARSALS or self.asked % REHEARSE_EVERY == REHEARSE_EVERY - 1
 
     def rehearse(self, micro_step):
         """Twice: the first brings the caches back from the update, the second is timed."""

@@ -4,11 +4,12 @@ sites, and nothing of the trainer around it.
 
     tracker = Tracker(dict(model.named_parameters()), {mode: model.probe_sites(mode) for mode in ("norm", "exact")},
                       micro_batch_size=8, half_life_tokens=250_000)
-    given = tracker.begin(tokens_before, tokens_after)      # what the step passes to the model: {} or {probes, metrics}
+    tracker.begin(tokens_before, tokens_after)
+    given = tracker.given()                                  # for each micro-batch, to the model: {} or {probes, metrics}
     loss = model(x, y, **given)[1]; loss.backward()
-    tracker.take(given)                                      # after each micro-batch
+    tracker.take(given)
     record = tracker.record()                                # after the last, before clipping: {name: tensor}
-    tracker.absorb(values, mode, B, tokens)                  # later, on the host: the record, with loss_scale and param_sq,
+    tracker.absorb(values, B, tokens)                        # later, on the host: the record, with loss_scale and param_sq,
                                                              # the squared norm of each parameter's gradient
     tracker.row()                                            # the keys of a log line
 
@@ -16,6 +17,8 @@ On the device nothing is asked of the host: what the probes got is kept as it is
 pair of each group and the averages are made on the host, for every step, when somebody wants to see them.
 
 Groups: norm; in exact mode also attention, mlp, embedding, head (if untied), total, and block_0, block_1, ...
+Calibration: now and then a step is exact, for the factor from the norm layers to the whole model. EXACT_EXAMPLES of its
+examples are measured in all layers: the mean of |g_b|^2 over some of them estimates the same number as over all.
 Several processes: each measures its own B / world examples, and records are summed over processes. |G|^2 is of the gradient
 after averaging: every process has all of it (copies = world), or a part (copies = 1).
 
@@ -33,6 +36,8 @@ from rightbatch.metric import weighted_sq
 
 EXACT_EARLY = 12  # exact steps for calibration while the tokens grow e-fold, at first
 EXACT_MOST = 8  # at most one exact step in so many, later
+ALL = 2**31
+EXACT_EXAMPLES = 8  # examples that are measured in all layers in such a step, rounded up to micro-batches
 # rows of the probes that hold squared norms, and the name of |G|^2 in the record: plain, and in the optimizer's metric
 PLAIN, ADAM = (slice(0, 2), "param_sq"), (slice(2, 4), "param_psq")
 
@@ -58,23 +63,28 @@ class Tracker:
                        for group in self.groups if not (suffix and group.startswith("block_"))}
         calibrated = self.metrics if mode == "norm" and calibrate_tokens else ()
         self.calibrations = {suffix: gns.Calibration(half_life_tokens, gns.EARLY) for suffix in calibrated}
-        self.norm_sites = [i for i, site in enumerate(sites["exact"]) if site[1] == "norm"]
+        self.norm_sites = torch.tensor([i for i, site in enumerate(sites["exact"]) if site[1] == "norm"], device=device)
         self.probes, self.taken, self.weights = {}, [], None
-        self.newest_pairs, self.newest_norms = {}, None  # of the newest step alone: log keys; its mode and example_sq
+        self.newest_pairs, self.newest_norms = {}, None  # of the newest step alone: log keys; its example_sq
 
     # -- on the device, during a step
 
     def begin(self, before, after):
-        """What the step from `before` to `after` tokens passes to the model: {} or {probes, metrics}."""
-        self.taken, self.weights, self.step_mode = [], None, self.mode
+        """A step from `before` to `after` tokens."""
+        self.taken, self.weights = [], None
+        self.calibrating = bool(self.calibrations) and calibrates(before, after, self.calibrate_tokens)
+        # the first step has no metric yet: micro-batches of two kinds would be compiled for it alone
+        self.exact_micro_batches = -(-EXACT_EXAMPLES // (self.micro_batch_size * self.world)) if before else ALL
+        if self.metric and self.mode != "off":
+            self.weights = self.metric(self.watched["exact" if self.calibrating else self.mode])
+
+    def given(self):
+        """What the next micro-batch passes to the model: {} or {probes, metrics}."""
         if self.mode == "off":
             return {}
-        if self.calibrations and calibrates(before, after, self.calibrate_tokens):
-            self.step_mode = "exact"
-        if self.metric:
-            self.weights = self.metric(self.watched[self.step_mode])
-        probes = self.probes_for(len(self.sites[self.step_mode]), 4 if self.weights else 2)
-        return {"probes": probes, "metrics": self.weights[1] if self.weights else None}
+        mode = "exact" if self.calibrating and len(self.taken) < self.exact_micro_batches else self.mode
+        metrics = {name: self.weights[1][name] for name in self.watched[mode]} if self.weights else None
+        return {"probes": self.probes_for(len(self.sites[mode]), 4 if metrics else 2), "metrics": metrics}
 
     def probes_for(self, sites, rows):
         """Kept, so that torch.compile sees the same leaf."""
@@ -93,7 +103,11 @@ class Tracker:
         which example_sq undoes."""
         if not self.taken:
             return {}
-        record = {"sq": self.in_order(self.taken)}
+        taken, record = self.taken, {}
+        if self.calibrating:
+            record["exact_sq"] = self.in_order(taken[:self.exact_micro_batches])
+            taken = [t[self.norm_sites] for t in taken[:self.exact_micro_batches]] + taken[self.exact_micro_batches:]
+        record["sq"] = self.in_order(taken)
         if self.weights:
             part = self.weights[0]
             grads = [local(self.parameters[name].grad) for name in part]
@@ -112,48 +126,51 @@ class Tracker:
 
     # -- on the host, for every step in order
 
-    def absorb(self, values, mode, B, tokens):
+    def absorb(self, values, B, tokens):
         """Bring the averages up to date with one step; values: its record as {name: flat float64 array}."""
-        if mode == "off":
+        if self.mode == "off":
             return
-        sq = self.example_sq(values["sq"], mode, B, values["loss_scale"])
-        self.newest_pairs, self.newest_norms = {}, (mode, sq)
+        measured = {self.mode: self.example_sq("sq", values, self.mode, B)}
+        if "exact_sq" in values:
+            measured["exact"] = self.example_sq("exact_sq", values, "exact", B)
+        self.newest_pairs, self.newest_norms = {}, measured[self.mode]
         if B == 1:
             return  # one example says nothing about noise
         param_sq = {"param_sq": values["param_sq"]}
         if "param_psq" in values:  # there is no metric before the optimizer's first step
             param_sq["param_psq"] = np.zeros(len(self.parameters))
-            param_sq["param_psq"][self.masks[mode]] = values["param_psq"]
+            param_sq["param_psq"][self.masks["exact" if "exact" in measured else self.mode]] = values["param_psq"]
         for suffix, (rows, big) in self.metrics.items():
             if big in param_sq:
-                self.absorb_metric(suffix, sq[:, :, rows].sum((0, 2, 3)), param_sq[big], mode, B, tokens)
+                sums = {mode: (sq[:, :, rows].sum((0, 2, 3)), sq.shape[0] * sq.shape[3]) for mode, sq in measured.items()}
+                self.absorb_metric(suffix, sums, param_sq[big], B, tokens)
 
-    def absorb_metric(self, suffix, site_sq, param_sq, mode, B, tokens):
-        """One step in one metric: site_sq (S,) summed over examples, param_sq (P,) of the mean gradient."""
-        pairs = {group: pair(site_sq[sites], param_sq[params], B) for group, (sites, params) in self.members[mode].items()
-                 if group + suffix in self.scales or group == "total"}
-        for group, (sq_norm, tr_sigma) in pairs.items():
+    def absorb_metric(self, suffix, sums, param_sq, B, tokens):
+        """One step in one metric. sums: {mode: ((S,) summed over the examples measured in that mode, how many)}; param_sq (P,)
+        of the mean gradient of all B."""
+        pairs = {mode: {group: gns.unbiased_pair(float(sq[sites].sum()) / n, float(param_sq[params].sum()), 1, B)
+                        for group, (sites, params) in self.members[mode].items()} for mode, (sq, n) in sums.items()}
+        for group, (sq_norm, tr_sigma) in pairs[self.mode].items():
             if group + suffix in self.scales:
                 self.scales[group + suffix].update(sq_norm, tr_sigma, tokens)
                 step = f"gns/{group}{suffix}_step"
                 self.newest_pairs |= {f"{step}_sq_norm": sq_norm, f"{step}_tr_sigma": tr_sigma}
-        if suffix in self.calibrations:
-            both = (pairs["total"], pairs["norm"]) if mode == "exact" else ()
+        if suffix in self.calibrations:  # both of the same examples, so that their errors cancel
+            both = (pairs["exact"]["total"], pairs["exact"]["norm"]) if "exact" in pairs else ()
             self.calibrations[suffix].update(self.scales["norm" + suffix], tokens, *both)
 
-    def example_sq(self, sq, mode, B, loss_scale):
+    def example_sq(self, name, values, mode, B):
         """|g_b|^2 as (micro-batch, site, row, example of the micro-batch); rows: weight, bias, perhaps both in the metric. Each
         process's n_local examples had a share 1/n_local in its loss: backward held c_b = loss_scale * g_b / n_local."""
-        n_local, m = B // self.world, self.micro_batch_size
-        return sq.reshape(B // m, len(self.sites[mode]), -1, m) * (n_local / float(loss_scale[0])) ** 2
+        n_local, rows = B // self.world, 4 if "param_psq" in values else 2
+        sq = values[name].reshape(-1, len(self.sites[mode]), rows, self.micro_batch_size)
+        return sq * (n_local / float(values["loss_scale"][0])) ** 2
 
     def row(self):
         """The keys of a log line."""
         row = dict(self.newest_pairs)
-        if self.newest_norms:
-            mode, sq = self.newest_norms
-            sq = sq[:, self.norm_sites] if mode != self.mode else sq  # a calibration step logs what its neighbours do
-            row |= example_statistics(sq[:, :, PLAIN[0]].sum((1, 2)).reshape(-1))
+        if self.newest_norms is not None:
+            row |= example_statistics(self.newest_norms[:, :, PLAIN[0]].sum((1, 2)).reshape(-1))
         row |= scale_row(self.scales)
         for suffix, calibration in self.calibrations.items():
             row |= named(f"gns/calibration{suffix}", calibration.factor())
@@ -190,10 +207,6 @@ def membership(sites, names):
     return masks
 
 
-def pair(example_sq, param_sq, B):
-    return gns.unbiased_pair(float(example_sq.sum()) / B, float(param_sq.sum()), 1, B)
-
-
 def example_statistics(example):
     """Of one step's |g_b|^2. The standard error is a jackknife of their mean with |G|^2 held, since norms alone do not tell how
     |G|^2 moves when an example is left out: good for tr_sigma, which is nearly that mean."""
@@ -221,11 +234,13 @@ def named(key, estimate):
 
 def calibrates(before, after, every):
     """Whether the step from `before` to `after` tokens is exact: one in `every` tokens, and at most one in EXACT_MOST steps. At
-    first they are closer, so that the averages, which look back over a share of the tokens alone, always hold several."""
-    if before == 0:
-        return True
+    first they are closer, so that the averages, which look back over a share of the tokens alone, always hold several; but
+    never two in a row, since the others tell what a step costs."""
+    two = 2 * (after - before)
     if before < EXACT_EARLY * every:
-        return math.floor(EXACT_EARLY * math.log(after)) > math.floor(EXACT_EARLY * math.log(before))
+        begun, ended = before // two, after // two
+        return before == 0 or ended > begun > 0 and (
+            math.floor(EXACT_EARLY * math.log(ended)) > math.floor(EXACT_EARLY * math.log(begun)))
     return crossed(before, after, max(every, EXACT_MOST * (after - before)))
 
 

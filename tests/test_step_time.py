@@ -85,9 +85,8 @@ def test_an_only_micro_step_is_as_long_as_in_its_rehearsal_and_the_rest_is_fixed
 def test_when_an_only_micro_step_is_rehearsed_and_that_its_second_time_counts(monkeypatch):
     timer, clock, passes = StepTime("cpu", 4, 1000, world=2), [0.0], []
     monkeypatch.setattr(StepTime, "now", lambda self: clock[0])
-    assert [i for i in range(1100) if timer.wants_rehearsal("norm")] == [
+    assert [i for i in range(1100) if timer.wants_rehearsal()] == [
         *range(WARM_UP, WARM_UP + REHEARSALS), REHEARSE_EVERY - 1, 2 * REHEARSE_EVERY - 1]
-    assert not timer.wants_rehearsal("exact"), "a kind of its own"
 
     def micro_step():
         passes.append(clock[0])

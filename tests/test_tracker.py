@@ -2,6 +2,7 @@
 
 import copy
 import math
+import statistics
 
 import numpy as np
 import pytest
@@ -41,22 +42,23 @@ def example_gradients(model, x, y):
     return found
 
 
-def papers_pair(grads, names, weights=None):
-    """Gray et al. 2024, eqs. 4 and 5, with B_small = 1: from the gradients themselves, not from our code."""
+def papers_pair(grads, names, weights=None, measured=None):
+    """Gray et al. 2024, eqs. 4 and 5, with B_small = 1: from the gradients themselves, not from our code. measured: how many
+    examples' own norms are known."""
     def square(g):
         return sum(float(((1 if weights is None else weights[n].double()) * g[n] ** 2).sum()) for n in names)
     B = len(grads)
     mean = {n: sum(g[n] for g in grads) / B for n in names}
-    big, small = square(mean), sum(square(g) for g in grads) / B
+    big, small = square(mean), statistics.fmean(square(g) for g in grads[:measured])
     return (B * big - small) / (B - 1), (small - big) / (1 - 1 / B)
 
 
-def one_step(config, model, optimizer, x, y):
+def one_step(config, model, optimizer, x, y, before=0):
     """train.py's step without the update; the step, which has the averages and the log row."""
     step = TrainingStep(model, config, Ranks(), "cpu", torch.float32)
     step.optimizer.parts = [optimizer]
     size = config.micro_batch_size
-    step.accumulate(zip(x.split(size), y.split(size)), len(x) // size, 0, x.numel())
+    step.accumulate(zip(x.split(size), y.split(size)), len(x) // size, before, before + x.numel())
     record = step.measure()
     step.absorb(*to_host([record]), record)
     return step
@@ -96,6 +98,26 @@ def test_every_groups_pair_is_the_papers_on_the_same_batch_plain_and_adam(settin
         if not group.startswith("block_"):
             scale = tracker.scales[f"{group}_adam"]
             assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(papers_pair(grads, names, metrics), rel=2e-4), group
+
+
+@pytest.mark.parametrize("size, exact", [(4, 8), (1, 8), (6, 12), (12, 12)])
+def test_a_calibration_step_measures_some_examples_in_all_layers_and_all_in_the_norm_layers(setting, monkeypatch, size, exact):
+    model, optimizer, x, y = setting
+    pairs = []
+    monkeypatch.setattr(gns.Calibration, "update", lambda self, scale, tokens, *both: pairs.append(both))
+    config = Config(gns="norm", micro_batch_size=size, batch_size=12, gns_adam=True, **SHAPE)
+    grads, metrics = example_gradients(model, x, y), metrics_of(model, optimizer)
+    tracker = one_step(config, model, optimizer, x, y, before=3 * x.numel()).tracker
+    names = {"total": list(grads[0]), "norm": [n for n in grads[0] if belongs(n, "norm")]}
+    for suffix, weights, (total, norm) in zip(("", "_adam"), (None, metrics), pairs, strict=True):
+        scale = tracker.scales["norm" + suffix]
+        assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(papers_pair(grads, names["norm"], weights), rel=2e-4)
+        assert total == pytest.approx(papers_pair(grads, names["total"], weights, exact), rel=2e-4)
+        assert norm == pytest.approx(papers_pair(grads, names["norm"], weights, exact), rel=2e-4)
+    pairs.clear()
+    model.zero_grad()
+    one_step(config, model, optimizer, x, y)
+    assert pairs[0][0] == pytest.approx(papers_pair(grads, names["total"]), rel=2e-4), "the first step measures all"
 
 
 def test_adams_metric_is_the_reciprocal_of_its_denominator(setting):
@@ -202,6 +224,7 @@ def test_exact_steps_come_often_at_first_then_one_in_so_many_tokens_and_never_to
         assert sum(0.8 * early < t <= early for t in found) == pytest.approx(-EXACT_EARLY * math.log(0.8), abs=1)
     assert [t for t in found if t > 300_000] == list(range(305_000, 400_001, 5000))
     assert found[0] == 100, "the first step"
+    assert all(b - a > 100 for a, b in zip(found, found[1:])), "never two in a row"
     large = exact(4000, 400_000, 5000)
     assert sum(t > 200_000 for t in large) == pytest.approx(50 / EXACT_MOST, abs=1), "at most one in so many steps"
 

@@ -30,7 +30,7 @@ from trainer.optimizer import Optimizer
 class Record:
     """The numbers of one step, still on the device."""
     numbers: dict  # {name: tensor}: loss, param_sq, loss_scale, bad, and what tracker, crosscheck and grad_stats added
-    mode: str  # which sites were measured: off, norm or exact
+    usual: bool  # not an exact step of a calibration, which takes longer than its neighbours
     batch_size: int
     tokens: int
     times: tuple | None = None  # moments of the clock, see step_time
@@ -77,7 +77,7 @@ class TrainingStep:
         """The gradient of a step that goes from `before` to `after` tokens, from `accum` micro-batches (x, y)."""
         self.timer.begin()
         self.tokens, self.batch_size = after - before, accum * self.config.micro_batch_size * self.ranks.world
-        given = self.tracker.begin(before, after)
+        self.tracker.begin(before, after)
         self.timer.mark()
         self.stats.begin(accum, measure_stats)
         if self.crosscheck:
@@ -85,8 +85,9 @@ class TrainingStep:
         self.loss_scale = self.optimizer.loss_scale()
         self.loss = torch.zeros((), device=self.device)
         for micro, (x, y) in enumerate(micro_batches, 1):
-            if accum == 1 and self.ranks.ddp and self.timer.wants_rehearsal(self.tracker.step_mode):
-                self.timer.rehearse(lambda: self.rehearse(x, y, given))
+            given = self.tracker.given()
+            if accum == 1 and self.ranks.ddp and not self.tracker.calibrating and self.timer.wants_rehearsal():
+                self.timer.rehearse(functools.partial(self.rehearse, x, y, given))
             self.ranks.sync(self.run_model, last=micro == accum)
             with self.autocast:
                 loss = self.run_model(x, y, **given)[1]  # no name for the logits: they would live through the backward pass
@@ -133,7 +134,7 @@ class TrainingStep:
         numbers = self.summed(numbers)
         finite = torch.isfinite(numbers["param_sq"].sum()) & torch.isfinite(numbers["loss"])
         numbers |= {"loss_scale": self.loss_scale, "bad": torch.logical_not(finite).float()}
-        return Record(numbers, self.tracker.step_mode, self.batch_size, self.tokens)
+        return Record(numbers, not self.tracker.calibrating, self.batch_size, self.tokens)
 
     def summed(self, numbers):
         """Sums over processes, in one transfer."""
@@ -148,10 +149,10 @@ class TrainingStep:
     def absorb(self, values, record):
         """Bring the averages up to date with a step, from its values (see to_host)."""
         self.stats.absorb(values)
-        if record.times:
-            self.timer.absorb(record.times, record.tokens, kind=(record.mode, "param_psq" in record.numbers))
+        if record.times and record.usual:
+            self.timer.absorb(record.times, record.tokens, kind="param_psq" in record.numbers)
         if values["bad"][0] == 0:
-            self.tracker.absorb(values, record.mode, record.batch_size, record.tokens)
+            self.tracker.absorb(values, record.batch_size, record.tokens)
             if self.crosscheck:
                 self.crosscheck.absorb(values, record.batch_size, record.tokens)
 
