@@ -127,6 +127,8 @@ def draw(fitted, noise, moments, probed, path):
         ax.xaxis.set_minor_formatter(lambda v, _: "")
         ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
         ax.legend(fontsize=9)
+    axes[0].set_xticks([m["tokens"] for m in next(iter(noise.values()))])
+    axes[0].xaxis.set_major_formatter(lambda v, _: f"{v / 1e6:.2g}M")
     axes[0].set_xlabel("tokens of the run at batch 16 that ends at the same loss")
     axes[1].set_xlabel("tokens")
     axes[0].set_ylabel("critical batch, sequences")

@@ -65,7 +65,7 @@ def draw(rows, numbers, adam, path):
     norm = [numbers[h]["norm"] for h in numbers]
     slope.fill_between(list(numbers), [n["slope_low"] for n in norm], [n["slope_high"] for n in norm], color=style.COLORS[1],
                        alpha=0.2, lw=0)
-    slope.legend(loc="lower right", ncols=2, bbox_to_anchor=(1, 0.12))
+    slope.legend(loc="upper right", ncols=2)
     slope.axhline(1.94, color="#888888", ls="--", lw=1)
     slope.annotate("the paper's run, norm: 1.94", (min(numbers), 1.94), xytext=(0, 4), textcoords="offset points",
                    color="#666666")

@@ -108,7 +108,7 @@ def draw(path, base_rows, rows, key, seeds, start):
             error = [value - [e["low"] for e in points], [e["high"] for e in points] - value]
             apart = 1.03 ** (side * (1 + seed))  # side by side, not over each other
             end.errorbar([e["factor"] * apart for e in points], value, error, fmt="o-" if seed == 0 else "s-", capsize=3, ms=5,
-                         color=colors[kind], lw=1.4, label=kind if len(seeds) == 1 else f"{kind}, seed {seed}")
+                         color=colors[kind], lw=1.4, label=None if seed else f"{kind}, each seed")
         middle = next(e for e in seeds[0] if e["kind"] is None)
         if known(middle):
             end.plot([0.25, 4], [middle["gns"] * f ** KINDS[kind] for f in (0.25, 4)], color=colors[kind], ls=":",

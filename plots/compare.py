@@ -171,21 +171,19 @@ def draw_less(ax, result):
 
 def draw_pareto(ax, result):
     """Tokens against steps at the headline loss, with the range of the seeds."""
-    labels = []
     for color, (name, group) in zip(style.COLORS * 9, result["groups"].items()):
         steps, tokens = (group["at_target"][m] for m in ("steps", "tokens"))
         if tokens:
             xerr, yerr = ([[v["mean"] - v["low"]], [v["high"] - v["mean"]]] for v in (steps, tokens))
-            ax.errorbar(steps["mean"], tokens["mean"], xerr=xerr, yerr=yerr, fmt="o", ms=8, color=color, capsize=3)
-            labels.append((tokens["mean"], steps["mean"], name))
-    for i, (tokens, steps, name) in enumerate(sorted(labels)):  # neighbours one below, one above: they do not meet
-        ax.annotate(name, (steps, tokens), xytext=(8, 6 if i % 2 else -15), textcoords="offset points")
+            ax.errorbar(steps["mean"], tokens["mean"], xerr=xerr, yerr=yerr, fmt="o", ms=8, color=color, capsize=3, label=name)
     ax.set_xlabel("optimizer steps")
     ax.set_ylabel("tokens")
     ax.margins(0.25)
     style.counts(ax.xaxis)
     style.counts(ax.yaxis)
     draw_tradeoff(ax, result.get("tradeoff") or {})
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend()
 
 
 def draw_tradeoff(ax, found):
@@ -206,7 +204,6 @@ def draw_tradeoff(ax, found):
     for axis, scale in ((ax.xaxis, ax.set_xscale), (ax.yaxis, ax.set_yscale)):
         scale("log")
         style.decades(axis, log.count)
-    ax.legend()
 
 
 # -- the command
