@@ -63,7 +63,7 @@ class Tracker:
                        for group in self.groups if not (suffix and group.startswith("block_"))}
         calibrated = self.metrics if mode == "norm" and calibrate_tokens else ()
         self.calibrations = {suffix: gns.Calibration(half_life_tokens, gns.EARLY) for suffix in calibrated}
-        self.norm_sites = torch.tensor([i for i, site in enumerate(sites["exact"]) if site[1] == "norm"], device=device)
+        self.norm_sites = [i for i, site in enumerate(sites["exact"]) if site[1] == "norm"]
         self.probes, self.taken, self.weights = {}, [], None
         self.newest_pairs, self.newest_norms = {}, None  # of the newest step alone: log keys; its example_sq
 
@@ -103,11 +103,9 @@ class Tracker:
         which example_sq undoes."""
         if not self.taken:
             return {}
-        taken, record = self.taken, {}
-        if self.calibrating:
-            record["exact_sq"] = self.in_order(taken[:self.exact_micro_batches])
-            taken = [t[self.norm_sites] for t in taken[:self.exact_micro_batches]] + taken[self.exact_micro_batches:]
-        record["sq"] = self.in_order(taken)
+        exact = self.exact_micro_batches if self.calibrating else 0
+        parts = {"exact_sq": self.taken[:exact], "sq": self.taken[exact:]}
+        record = {name: self.in_order(taken) for name, taken in parts.items() if taken}
         if self.weights:
             part = self.weights[0]
             grads = [local(self.parameters[name].grad) for name in part]
@@ -130,9 +128,11 @@ class Tracker:
         """Bring the averages up to date with one step; values: its record as {name: flat float64 array}."""
         if self.mode == "off":
             return
-        measured = {self.mode: self.example_sq("sq", values, self.mode, B)}
+        measured, parts = {}, [self.example_sq("sq", values, self.mode, B)] if "sq" in values else []
         if "exact_sq" in values:
             measured["exact"] = self.example_sq("exact_sq", values, "exact", B)
+            parts.insert(0, measured["exact"][:, self.norm_sites])
+        measured[self.mode] = np.concatenate(parts)
         self.newest_pairs, self.newest_norms = {}, measured[self.mode]
         if B == 1:
             return  # one example says nothing about noise

@@ -72,7 +72,7 @@ def nobody(tmp_path_factory):
 def finished(tmp_path_factory, tiny_data, nobody):
     """(folder, what it said) of a finished offline run."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    keys = {"dataset": tiny_data, **TINY, "out_dir": out, "wandb_log": True, "gns_calibrate_tokens": 100, "wandb_tags": "a, b",
+    keys = {"dataset": tiny_data, **TINY, "out_dir": out, "wandb_log": True, "gns_calibrate_tokens": 1000, "wandb_tags": "a, b",
             "wandb_group": "g", "wandb_notes": "a note, with a comma", "wandb_job_type": "test", "wandb_entity": "team"}
     result = run_script(*(f"--{k}={v}" for k, v in keys.items()), env=nobody)
     assert result.returncode == 0, result.stderr
