@@ -13,6 +13,7 @@
     python bench.py passes          what passes over memory cost that a step could do without
     python bench.py data --text=book.txt           tokenisation beside tiktoken's own, and its memory
     python bench.py startup         from the command `python train.py` to its first lines
+    python bench.py tracking        what tracking costs in whole runs
     python bench.py grad_stats      what grad_stats=True costs
     python bench.py watch           what watch costs in Hugging Face's GPT-2 and Llama
     python bench.py traffic         bytes and launches of a compiled step on a GPU, no GPU needed
@@ -37,6 +38,7 @@ from benchmarks import (
     profile,
     startup,
     step,
+    tracking,
     traffic,
     triton_compile,
     watch,
@@ -56,6 +58,7 @@ COMMANDS = {
     "passes": ("passes over memory that a step could do without", passes),
     "data": ("tokenisation: rate beside tiktoken's own, and memory", data),
     "startup": ("time to the first lines of train.py", startup),
+    "tracking": ("what tracking costs in whole runs", tracking),
     "watch": ("what watch adds to a step of GPT-2 and Llama, as transformers has them", watch),
     "grad_stats": ("what grad_stats=True adds to a step", grad_stats),
     "gpu": ("whether all works on this machine's GPU, and how fast", gpu)}

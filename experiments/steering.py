@@ -223,12 +223,13 @@ class Priced(jobs.Group):
 
 def priced_seconds(walk, ratio, config):
     """Of a run of gns, in units of t1: tracked steps, some of them exact."""
-    tokens, seconds = 0, 0.0
+    tokens, seconds, size = 0, 0.0, config.micro_batch_size
     for batch, steps in walk:
         for _ in range(steps):
             after = tokens + batch * config.block_size
             calibrates = tracker.calibrates(tokens, after, config.gns_calibrate_tokens)
-            exact = min(batch, max(tracker.EXACT_EXAMPLES, config.micro_batch_size)) if calibrates else 0
+            some = min(batch, tracker.exact_micro_batches(size, 1) * size) if tokens else batch  # the first step measures all
+            exact = some if calibrates else 0
             tokens, seconds = after, seconds + ratio + batch * TRACKED + exact * (EXACT - TRACKED)
     return seconds
 

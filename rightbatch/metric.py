@@ -26,14 +26,18 @@ def adam_metric(second_moments, step, beta2, eps):
 
 
 def weighted_sq(grads, weights):
-    """(n,) sums of w g^2, one for each of n gradients; vectors together, as above."""
+    """(n,) sums of w g^2, one for each of n gradients; vectors together, as above, those of one length in one sum."""
     vectors = [(g, w) for g, w in zip(grads, weights) if g.dim() == 1]
     together = iter(())
     if vectors:
-        root = torch.cat([w for _, w in vectors]).sqrt_()
-        pieces = root.mul_(torch.cat([g for g, _ in vectors])).split([g.numel() for g, _ in vectors])
-        squares = torch.stack(torch._foreach_norm(pieces)).square_()
+        squares = torch.cat([g for g, _ in vectors])
+        squares = (squares * torch.cat([w for _, w in vectors])).mul_(squares)
+        lengths = [g.numel() for g, _ in vectors]
+        if len(set(lengths)) == 1:
+            sums = squares.view(len(lengths), lengths[0]).sum(1)
+        else:
+            sums = torch.stack(torch._foreach_norm(squares.split(lengths), 1))  # they are not negative
         if len(vectors) == len(grads):
-            return squares
-        together = iter(squares.unbind())
+            return sums
+        together = iter(sums.unbind())
     return torch.stack([next(together) if g.dim() == 1 else (w * g).mul_(g).sum() for g, w in zip(grads, weights)])

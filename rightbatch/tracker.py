@@ -37,7 +37,7 @@ from rightbatch.metric import weighted_sq
 EXACT_EARLY = 12  # exact steps for calibration while the tokens grow e-fold, at first
 EXACT_MOST = 8  # at most one exact step in so many, later
 ALL = 2**31
-EXACT_EXAMPLES = 8  # examples that are measured in all layers in such a step, rounded up to micro-batches
+EXACT_EXAMPLES = 8  # examples that are measured in all layers in such a step, rounded up; all where there is no metric of them
 # rows of the probes that hold squared norms, and the name of |G|^2 in the record: plain, and in the optimizer's metric
 PLAIN, ADAM = (slice(0, 2), "param_sq"), (slice(2, 4), "param_psq")
 
@@ -73,10 +73,11 @@ class Tracker:
         """A step from `before` to `after` tokens."""
         self.taken, self.weights = [], None
         self.calibrating = bool(self.calibrations) and calibrates(before, after, self.calibrate_tokens)
-        # the first step has no metric yet: micro-batches of two kinds would be compiled for it alone
-        self.exact_micro_batches = -(-EXACT_EXAMPLES // (self.micro_batch_size * self.world)) if before else ALL
         if self.metric and self.mode != "off":
             self.weights = self.metric(self.watched["exact" if self.calibrating else self.mode])
+        self.exact_micro_batches = exact_micro_batches(self.micro_batch_size, self.world)
+        if self.metric and not self.weights:  # norm layers have one: without it they would be compiled once more
+            self.exact_micro_batches = ALL
 
     def given(self):
         """What the next micro-batch passes to the model: {} or {probes, metrics}."""
@@ -234,14 +235,19 @@ def named(key, estimate):
 
 def calibrates(before, after, every):
     """Whether the step from `before` to `after` tokens is exact: one in `every` tokens, and at most one in EXACT_MOST steps. At
-    first they are closer, so that the averages, which look back over a share of the tokens alone, always hold several; but
-    never two in a row, since the others tell what a step costs."""
+    first they are closer, so that the averages, which look back over a share of the tokens alone, always hold several; but of
+    steps of one size never two in a row, since the others tell what a step costs."""
     two = 2 * (after - before)
     if before < EXACT_EARLY * every:
         begun, ended = before // two, after // two
         return before == 0 or ended > begun > 0 and (
             math.floor(EXACT_EARLY * math.log(ended)) > math.floor(EXACT_EARLY * math.log(begun)))
     return crossed(before, after, max(every, EXACT_MOST * (after - before)))
+
+
+def exact_micro_batches(micro_batch_size, world):
+    """Those of each process that are exact in an exact step."""
+    return -(-EXACT_EXAMPLES // (micro_batch_size * world))
 
 
 def crossed(before, after, every):

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 import bench
+import configurator
 import ln_kernel
-from benchmarks import against, kernel, profile, step, tools, whole
+from benchmarks import against, kernel, profile, step, tools, tracking, whole
 from benchmarks import data as data_benchmark
 from model import GPT, GPTConfig
 
@@ -486,3 +487,18 @@ def test_passes_finds_each_pass_inside_the_step(tmp_path, monkeypatch, capsys, t
     shares = json.load(open(tmp_path / "p.json"))["shares"]["quickstart"]
     assert set(shares) == set(bench.passes.PASSES) and all(0 < own["median"] < 1 for own in shares.values())
     assert "bias sums" in capsys.readouterr().out
+
+
+def test_tracking_times_whole_runs_in_turn(tmp_path, monkeypatch, capsys, tiny_args):
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "tracking", "--rounds=2", f"--out={tmp_path}/t.json", "--",
+                                            *(a for a in tiny_args() if not a.startswith("--out_dir"))])
+    bench.main()
+    report = json.load(open(tmp_path / "t.json"))
+    assert list(report["runs"]) == list(tracking.VARIANTS)
+    assert all(len(own["seconds"]) == 2 and min(own["seconds"]) > 0 for own in report["runs"].values())
+    off, without, tracked = (own["seconds"] for own in report["runs"].values())
+    assert report["runs"]["tracked"]["ratio"] == pytest.approx(np.median(np.divide(tracked, off)))
+    assert report["adams_metric"]["ratio"] == pytest.approx(np.median(np.divide(tracked, without)))
+    assert "round 2 of 2: tracked" in capsys.readouterr().out
+    assert all(key in configurator.FIELDS for own in tracking.VARIANTS.values() for key in (a[2:].split("=")[0] for a in own))
+    assert len({tuple(own) for own in tracking.VARIANTS.values()}) == 3

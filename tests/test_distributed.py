@@ -30,6 +30,7 @@ STATS = dict(grad_stats=True, batch_schedule="constant", batch_size=8)
 
 # one micro-step in each step
 ONLY = dict(batch_schedule="constant", batch_size=4, micro_batch_size=2, dropout=0.1, gns_calibrate_tokens=200, max_tokens=1600)
+CALIBRATED = dict(batch_schedule="constant", batch_size=16, gns_calibrate_tokens=1000)  # an exact step has 8 of 16 examples
 WHOLE = dict(max_tokens=16_000, checkpoint_tokens=1000, dropout=0.1, log_interval=3)
 
 DRIVER = """
@@ -133,6 +134,7 @@ def runs(tmp_path_factory, tiny_data):
     try:
         for gns in ("norm", "exact"):
             assert train.main(as_args(settings(f"1-{gns}", gns=gns))) == 0
+        assert train.main(as_args(settings("1-calibrated") | CALIBRATED)) == 0
         assert train.main(as_args({**settings("1-cross", gns_crosscheck=True), **SHORT})) == 0
         assert train.main(as_args({**settings("1-muon", optimizer="muon"), **SHORT})) == 0
     finally:
@@ -149,6 +151,7 @@ def runs(tmp_path_factory, tiny_data):
         "fp16-fsdp": dict(dtype="float16", parallel="fsdp", tie_weights=False), "whole": WHOLE}.items()]
     two += [(dict(settings(f"2-only-{name}"), **{**SHORT, **ONLY}), fault) for name, fault in (
         ("rehearsed", None), ("unrehearsed", "unrehearsed"))]
+    two += [(settings("2-calibrated", micro_batch_size=2) | CALIBRATED, None)]
     two += [(dict(settings("2-apart"), **{**SHORT, "micro_batch_size": 2}), "lr")]
     _, out, err = drive(folder / "launch2", 2, [({**s, "out_dir": str(s["out_dir"])}, f) for s, f in two])
     assert "come apart" in err, out + err  # the last run, on purpose
@@ -243,6 +246,15 @@ def test_any_number_of_ranks_trains_and_measures_as_one_process_does(runs, ranks
         torch.testing.assert_close(y["model"][name], x["model"][name], rtol=1e-3, atol=3e-4)
 
 
+def test_two_ranks_calibrate_as_one_process_does(runs):
+    a, b = steps(runs / "1-calibrated"), steps(runs / "2-calibrated")
+    assert [r["batch_size"] for r in a] == [r["batch_size"] for r in b] and set(column(a, "batch_size")) == {16}
+    for key in ("gns/calibration", "gns/calibration_adam", "gns/norm_tr_sigma"):
+        known = [i for i, r in enumerate(a) if r[key] is not None]
+        assert len(known) > 3 and known == [i for i, r in enumerate(b) if r[key] is not None]
+        np.testing.assert_allclose([b[i][key] for i in known], [a[i][key] for i in known], rtol=2e-2, err_msg=key)
+
+
 def test_a_checkpoint_of_fsdp_ranks_has_the_layout_of_one_process(runs):
     one, two = (checkpoint.load(str(runs / name)) for name in ("1-norm", "2-fsdp-norm"))
     assert one.keys() == two.keys()
@@ -315,8 +327,8 @@ def test_ranks_that_come_apart_stop_the_run_with_the_name_of_the_rank(runs):
 
 def test_only_rank_0_writes_and_speaks(runs):
     out = (runs / "out2").read_text()
-    assert out.count("step      3 |") == 16  # each run once; the last stops at step 1
-    assert out.count("model  2 layers of 16") == 17 and out.count("gns_adam is off") == 1
+    assert out.count("step      3 |") == 17  # each run once; the last stops at step 1
+    assert out.count("model  2 layers of 16") == 18 and out.count("gns_adam is off") == 1
     left = {f.name for f in (runs / "2-ddp-norm").iterdir() if not f.name.startswith("ckpt-")}
     assert left == {"ckpt.pt", "ckpt.1.pt", "ckpt.best.pt", "config.json", "log.jsonl", "step_time.json"}
     assert json.load(open(runs / "2-ddp-norm" / "config.json"))["processes"] == 2

@@ -131,8 +131,8 @@ def test_a_priced_run_pays_for_tracking_and_for_its_exact_steps():
     assert 20 < exact < 100
     assert seconds == pytest.approx(3 * steps + 8 * (steps - exact) * steering.TRACKED + 8 * exact * steering.EXACT)
     extra = steering.EXACT - steering.TRACKED
-    larger = steering.priced_seconds([[32, 1]], 3, config)  # the first step is exact, in some of its examples
-    assert larger == pytest.approx(3 + 32 * steering.TRACKED + tracker.EXACT_EXAMPLES * extra)
+    larger = steering.priced_seconds([[32, 4]], 3, config)  # the first step is exact, and the fourth in some of its examples
+    assert larger == pytest.approx(4 * (3 + 32 * steering.TRACKED) + (32 + tracker.EXACT_EXAMPLES) * extra)
 
 
 def test_one_bad_seed_does_not_make_a_batch_look_bad_and_a_lone_best_is_said(ends):

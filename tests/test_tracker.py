@@ -107,16 +107,19 @@ def test_a_calibration_step_measures_some_examples_in_all_layers_and_all_in_the_
     monkeypatch.setattr(gns.Calibration, "update", lambda self, scale, tokens, *both: pairs.append(both))
     config = Config(gns="norm", micro_batch_size=size, batch_size=12, gns_adam=True, **SHAPE)
     grads, metrics = example_gradients(model, x, y), metrics_of(model, optimizer)
-    tracker = one_step(config, model, optimizer, x, y, before=3 * x.numel()).tracker
+    step = one_step(config, model, optimizer, x, y, before=3 * x.numel())
     names = {"total": list(grads[0]), "norm": [n for n in grads[0] if belongs(n, "norm")]}
     for suffix, weights, (total, norm) in zip(("", "_adam"), (None, metrics), pairs, strict=True):
-        scale = tracker.scales["norm" + suffix]
+        scale = step.tracker.scales["norm" + suffix]
         assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(papers_pair(grads, names["norm"], weights), rel=2e-4)
         assert total == pytest.approx(papers_pair(grads, names["total"], weights, exact), rel=2e-4)
         assert norm == pytest.approx(papers_pair(grads, names["norm"], weights, exact), rel=2e-4)
+    own = [sum(float((g[n] ** 2).sum()) for n in names["norm"]) for g in grads]
+    assert step.row()["gns/example_max"] == pytest.approx(max(own), rel=2e-4)
+    assert step.row()["gns/example_median"] == pytest.approx(statistics.median(own), rel=2e-4)
     pairs.clear()
     model.zero_grad()
-    one_step(config, model, optimizer, x, y)
+    one_step(config, model, torch.optim.AdamW(model.parameters(), fused=True), x, y)
     assert pairs[0][0] == pytest.approx(papers_pair(grads, names["total"]), rel=2e-4), "the first step measures all"
 
 
@@ -246,6 +249,17 @@ def test_calibration_takes_exact_steps_at_the_asked_distance_and_finds_the_exact
     ends = range(some["tokens"] // some["step"], some["tokens"] + 1, some["tokens"] // some["step"])
     wanted = sum(calibrates(before, after, 1000) for before, after in zip([0, *ends], ends))
     assert wanted - 8 <= exact_steps <= wanted  # less those before the norm layers' own scale is determined
+
+
+def test_exact_steps_of_a_calibration_are_not_timed(setting):
+    model, _, x, y = setting
+    step = TrainingStep(model, Config(gns="norm", micro_batch_size=12, batch_size=12, **SHAPE), Ranks(), "cpu", torch.float32)
+    for i, usual in enumerate((False, True, True, False, True)):
+        step.accumulate([(x, y)], 1, i * x.numel(), (i + 1) * x.numel())
+        record = step.update(1e-3, 0.95, 0.1)
+        assert record.usual == usual
+        step.absorb(*to_host([record]), record)
+    assert sum(step.timer.seen.values()) == 3
 
 
 def test_calibration_does_not_change_training(tmp_path, tiny_args):
