@@ -41,6 +41,7 @@ RESULTS = {
         "step_111m_float32": "Training step, gpt_111m, float32",
         "step_ranks": "Training step under DDP",
         "step_quickstart_adam": "Adam's metric, and calibration in it",
+        "tracking": "Whole runs, tracked and not",
         "step_others": "Exact mode against per-sample gradients of others",
         "watch": "watch in GPT-2 and Llama of Hugging Face",
         "grad_stats": "grad_stats, quickstart",
@@ -304,6 +305,10 @@ def speed_rows(name, result):
     if name == "attention":
         return [row(f"attention over torch's, {r['dtype']}, {r['B']} x {r['T']}, {r['heads']} x {r['size']}",
                     r["ratios"]["torch"]["both"]) for r in result["shapes"]]
+    if name == "tracking":
+        found = [row(f"quickstart, whole runs: {variant}, over off", own) for variant, own in result["runs"].items()
+                 if variant != "off"]
+        return [*found, row("quickstart, whole runs: tracked, over tracked without Adam's metric", result["adams_metric"])]
     if name == "data":
         return [three("tokenisation, rate over tiktoken's", *(result["speed"][k] for k in ("ratio_q1", "ratio", "ratio_q3")))]
     if name == "startup":
@@ -327,7 +332,7 @@ def speed_rows(name, result):
 
 SPEED = ("kernel", "attention", *(f"step_{model}_{dtype}" for model in ("quickstart", "char", "111m")
                                   for dtype in ("bfloat16", "float32")),
-         "step_quickstart_adam", "step_attention", "step_ranks", "step_others", "step_against_char",
+         "step_quickstart_adam", "tracking", "step_attention", "step_ranks", "step_others", "step_against_char",
          "step_against_111m", "step_whole", "startup", "data")
 
 

@@ -1,0 +1,1 @@
+# A package, so that Opacus, which installs a package of this name, does not hide it.
