@@ -78,9 +78,9 @@ FIGURES = {  # title, time on two quiet cores
     "estimator_variance": ("Estimator variance (Fig. 2)", "2 min and the shared run"),
     "flop_cost": ("FLOPs (Fig. 3, Table 1)", "10 s"),
     "io_cost": ("Bytes moved (Fig. 4)", "10 s"),
-    "phase_plot": ("Phase plot (Fig. 5)", "the shared run"),
+    "phase_plot": ("Phase plot (Fig. 5)", "three shared runs"),
     "temperature": ("Temperature (Fig. 6)", "3 min"),
-    "norm_predicts": ("Norm layers predict the total (Fig. 7)", "two shared runs"),
+    "norm_predicts": ("Norm layers predict the total (Fig. 7)", "three shared runs"),
     "norm_predicts_wikitext2": ("The same with 12M parameters and GPT-2's vocabulary", "13 min"),
     "kernel_speed": ("Kernel speed (Fig. 8)", "30 s"),
     "batch_schedule": ("Batch schedule (Fig. 9)", "8 min"),
@@ -171,7 +171,7 @@ def figures_page(results):
 
 
 def schedule_table(result):
-    lines = [f"What it took to reach the fixed run's final loss, {result['target']:.3f}:", "",
+    lines = [f"What it took to reach {result['target']:.3f}, the worst final loss of the fixed runs:", "",
              "| batch | tokens | steps | loss at the end |", "|---|---|---|---|"]
     for name, group in result["groups"].items():
         tokens, steps = group["at_target"]["tokens"], group["at_target"]["steps"]
@@ -338,7 +338,8 @@ SPEED = ("kernel", "attention", *(f"step_{model}_{dtype}" for model in ("quickst
 
 def speed_table(results):
     """Everything about speed that is claimed anywhere, once."""
-    lines = ["A step is over one without tracking and with torch's LayerNorm.", "",
+    lines = ["A step is over one without tracking and with torch's LayerNorm, a whole run over one without tracking, with our",
+             "kernels.", "",
              "| what | median | quartiles | machine, date |", "|---|---|---|---|"]
     for name in SPEED:
         if name in results:
