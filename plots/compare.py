@@ -204,6 +204,7 @@ def draw_tradeoff(ax, found):
     for axis, scale in ((ax.xaxis, ax.set_xscale), (ax.yaxis, ax.set_yscale)):
         scale("log")
         style.decades(axis, log.count)
+    ax.legend()
 
 
 # -- the command

@@ -15,7 +15,7 @@ import schedule
 import train
 import whatif
 from configurator import ConfigError
-from trainer import exports, log, machines, predict
+from trainer import advice, exports, log, machines, predict
 
 BLOCK, MICRO = 64, 8
 KEY = "gns/calibrated_adam"
@@ -435,6 +435,18 @@ def test_the_json_has_the_promised_shape(tmp_path, capsys):
     whatif.main([str(tmp_path), f"--json={tmp_path / 'a.json'}", "--batch=8,16,32", "--to_loss=2.2"])
     with open(tmp_path / "a.json") as f:
         assert json.load(f) == found
+
+
+def test_a_large_vocabulary_in_adams_metric_is_cautioned_of(tmp_path, capsys):
+    for key, tokens, cautioned in ((KEY, 50_257, True), (KEY, 256, False), ("gns/calibrated", 50_257, False)):
+        run = write_run(tmp_path / f"{key[4:]}{tokens}", RAMP, key=key)
+        path = os.path.join(run, "config.json")
+        with open(path) as f:
+            facts = json.load(f)
+        with open(path, "w") as f:
+            json.dump(facts | {"data": {"vocab_size": tokens}}, f)
+        assert whatif.main([run]) == 0
+        assert ("Caution" in capsys.readouterr().out and "50,257" in advice.right_batch(run)[-1]) == cautioned
 
 
 def test_words_and_picture_say_what_is_assumed(tmp_path, capsys):

@@ -29,6 +29,7 @@ NOISE = {"gns/total_adam": "the whole model's in Adam's metric, every step exact
          "gns/calibrated_adam": "the whole model's in Adam's metric: the norm layers' times a measured factor",
          "gns/total": "the whole model's in the plain metric, every step exact",
          "gns/calibrated": "the whole model's in the plain metric: the norm layers' times a measured factor"}
+LARGE_VOCABULARY = 5000  # tokens, beyond which most are rare
 EVALUATIONS = 4  # fewer tell too little of where a loss was reached
 PHASES = 1000  # that a log is cut into at most: the noise scale changes little from one to the next
 MEASURED = "measured over the run's last tokens"
@@ -90,6 +91,15 @@ def read(folder):
     block = config.get("block_size") or last["tokens"] // last["examples"]
     micro = config.get("micro_batch_size") or min(row["batch_size"] // row.get("accum", 1) for row in steps)
     return Run(folder, rows, steps, config, facts, block, facts.get("processes", 1), micro)
+
+
+def caution(run, key):
+    """[a sentence] where the noise scale is known to mislead."""
+    tokens = (run.facts.get("data") or {}).get("vocab_size") or 0
+    if not key.endswith("_adam") or tokens <= LARGE_VOCABULARY:
+        return []
+    return [f"Caution: most of a vocabulary of {tokens:,} tokens are rare, and Adam's metric gives those most weight. Early in "
+            "a run this noise scale was seen 12 to 40 times too large (docs/evidence.md): --gns_metric=plain was nearer."]
 
 
 def triple(row, key):
@@ -424,6 +434,7 @@ def predict(run, machine, to_loss=None, batches=None, rate=None):
     fits = machine.measured or min(p.batch for p in found) >= quantum  # below, the cost of a step is another
     mine = own(found, block, cost if fits else None)
     result = {"run": run.folder, "loss": loss, "loss_kind": kind, "at_the_end": at_the_end(run, until), "assumes": TUNED,
+              "caution": caution(run, key),
               "rows": [row_at(found, b, block, cost, rate) for b in batches],
               "step_time": step_time(cost), "right_batch": right,
               "right_batch_at_the_end": right_batch(found[-1].noise, cost, quantum),
