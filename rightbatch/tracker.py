@@ -36,8 +36,8 @@ from rightbatch.metric import weighted_sq
 
 EXACT_EARLY = 12  # exact steps for calibration while the tokens grow e-fold, at first
 EXACT_MOST = 8  # at most one exact step in so many, later
-ALL = 2**31
-EXACT_EXAMPLES = 8  # examples that are measured in all layers in such a step, rounded up; all where there is no metric of them
+EXACT_EXAMPLES = 8  # examples that are measured in all layers in such a step, rounded up to micro-batches
+ALL = 2**31  # micro-batches: more than any step has
 # rows of the probes that hold squared norms, and the name of |G|^2 in the record: plain, and in the optimizer's metric
 PLAIN, ADAM = (slice(0, 2), "param_sq"), (slice(2, 4), "param_psq")
 

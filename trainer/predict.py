@@ -99,7 +99,7 @@ def caution(run, key):
     if not key.endswith("_adam") or tokens <= LARGE_VOCABULARY:
         return []
     return [f"Caution: most of a vocabulary of {tokens:,} tokens are rare, and Adam's metric gives those most weight. Early in "
-            "a run this noise scale was seen 12 to 40 times too large (docs/evidence.md): --gns_metric=plain was nearer."]
+            "a run this noise scale was seen 9 to 20 times too large (docs/evidence.md): --gns_metric=plain was nearer."]
 
 
 def triple(row, key):
