@@ -1,6 +1,6 @@
 """
 Checkpoints: one dictionary of tensors and plain values in ckpt.pt. Written beside the old one, flushed to the disk, then
-moved over it, so that a kill at any moment leaves a complete file; loaded with weights_only=True.
+moved over it, so that a kill at any moment leaves a complete file; loaded by tensors.py, which trusts no file.
 
 A file ends with a checksum of all before it, which is compared on load: torch writes CRCs and does not look at them. ckpt.pt
 is the newest, ckpt.1.pt the one before, ckpt.best.pt the saved one with the lowest validation loss. A damaged newest one gives
@@ -9,6 +9,7 @@ way to the one before, in words. Everybody reads through load().
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -22,12 +23,13 @@ import torch
 import configurator
 import schedule
 from configurator import ConfigError
-from trainer import temporary
+from trainer import temporary, tensors
 
 NAME, BEST = "ckpt.pt", "ckpt.best.pt"
 FORMAT = 2
 FILES = r"ckpt(\.\w+)?\.pt|log\.jsonl|config\.json|step_time\.json"  # of a run; nobody else writes them
 PICTURES = r"(report|compare|layers|whatif)\.png|compare\.json"
+OURS = errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM  # what keeps us from a file that may be good
 MARK = b"\nrightbatch crc32 "  # and eight hex digits: how a checkpoint ends
 
 
@@ -218,10 +220,13 @@ def read(path, device, mmap):
     if found:
         raise ConfigError(f"{path} is not a readable checkpoint: {found}")
     try:
-        state = torch.load(path, map_location=device, weights_only=True, mmap=mmap)
+        state = tensors.load(path, device, mmap)
         version = state["format"]
     except Exception as e:
-        raise ConfigError(f"{path} is not a readable checkpoint ({type(e).__name__})") from None
+        if configurator.explain(e):  # too little memory, too many open files: the checkpoint may be good
+            raise
+        words = f": {e}" if type(e) is ValueError else f" ({type(e).__name__})"
+        raise ConfigError(f"{path} is not a readable checkpoint{words}") from None
     if version != FORMAT:
         raise ConfigError(f"{path} has format {version}, this program reads {FORMAT}")
     return state
@@ -235,6 +240,8 @@ def trouble(path):
             return "it is no file"
         return summed(path, info.st_size, info.st_mtime_ns, info.st_ctime_ns, info.st_ino)
     except OSError as e:
+        if e.errno in OURS:
+            raise
         return e.strerror
 
 

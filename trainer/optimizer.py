@@ -126,16 +126,27 @@ class Optimizer:
         return parts[0] if len(parts) == 1 else {"parts": parts}
 
     def load_state_dict(self, state):
+        """The moments; groups are the settings' own."""
         for part, saved in zip(self.parts, state.get("parts", [state]), strict=True):
-            part.load_state_dict(saved)
+            groups = part.state_dict()["param_groups"]
+            if [group["params"] for group in groups] != [group["params"] for group in saved["param_groups"]]:
+                raise ValueError("parameters in other groups")
+            part.load_state_dict({"state": saved["state"], "param_groups": groups})
             check_state(part)
 
 
 def check_state(part):
-    """ValueError unless every parameter has the same kinds of state, in its own shape: the fused kernel does not look."""
-    if len({tuple(sorted(state)) for state in part.state.values()}) > 1:
-        raise ValueError("parameters with different kinds of state")
-    for p, state in part.state.items():
-        for name, value in state.items():
-            if not torch.is_tensor(value) or value.dim() and value.shape != p.shape:
-                raise ValueError(f"{name} of a parameter of shape {tuple(p.shape)}")
+    """ValueError unless all parameters, or none, have what this optimizer keeps, in their own shape and one number behind
+    another in memory: the fused kernel does not look."""
+    parameters = [p for group in part.param_groups for p in group["params"]]
+    example = torch.zeros(2, 2, device=local(parameters[0]).device, requires_grad=True)
+    example.grad = torch.zeros_like(example)
+    other = type(part)([{"params": [example], **part.defaults}])
+    other.step()
+    single = {name: value.dim() == 0 for name, value in other.state[example].items()}  # "step" is one number
+    if part.state and (len(part.state) != len(parameters) or any(part.state[p].keys() != single.keys() for p in parameters)):
+        raise ValueError(f"not every parameter has {', '.join(single)}")
+    for p in parameters if part.state else ():
+        for name, value in part.state[p].items():
+            if value.shape != (() if single[name] else p.shape) or not value.is_contiguous():
+                raise ValueError(f"{name} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
