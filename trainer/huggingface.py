@@ -11,11 +11,10 @@ import json
 import math
 import os
 
-import numpy as np
 import torch
 
 from configurator import ConfigError
-from trainer import checkpoint
+from trainer import checkpoint, tensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -30,21 +29,24 @@ TRANSPOSED = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "ml
 def read_tensors(path):
     """{name: float tensor} of a safetensors file."""
     header, start = read_header(path)
-    data = np.memmap(path, dtype=np.uint8, mode="r", offset=0)
-    tensors = {}
-    for name, about in header.items():
-        if name == "__metadata__" or name.endswith(NO_WEIGHTS):
-            continue
-        try:
-            dtype, shape, (begin, end) = DTYPES.get(about["dtype"]), about["shape"], about["data_offsets"]
-            if dtype is None:
-                raise ConfigError(f"{path}: {name} is in {about['dtype']}; {', '.join(DTYPES)} are read")
-            if not 0 <= begin <= end <= len(data) - start or end - begin != math.prod(shape) * dtype.itemsize:
-                raise ValueError
-        except (KeyError, TypeError, ValueError):
-            raise ConfigError(f"{path} is damaged: {name} does not lie in the file as its header says") from None
-        tensors[name] = torch.from_numpy(data[start + begin:start + end].copy()).view(dtype).view(shape)
-    return tensors
+    found, size = {}, os.path.getsize(path) - start
+    left = size  # no two tensors are the same bytes
+    with open(path, "rb") as f:
+        for name, about in header.items():
+            if name == "__metadata__" or name.endswith(NO_WEIGHTS):
+                continue
+            try:
+                dtype, shape, (begin, end) = DTYPES.get(about["dtype"]), about["shape"], about["data_offsets"]
+                if dtype is None:
+                    raise ConfigError(f"{path}: {name[:100]} is in {about['dtype']}; {', '.join(DTYPES)} are read")
+                left -= end - begin
+                if not 0 <= begin <= end <= size or left < 0 or end - begin != math.prod(shape) * dtype.itemsize:
+                    raise ValueError
+                f.seek(start + begin)
+                found[name] = torch.frombuffer(bytearray(f.read(end - begin)), dtype=dtype).view(shape)
+            except (KeyError, TypeError, ValueError, RuntimeError, OverflowError):
+                raise ConfigError(f"{path} is damaged: {name[:100]} does not lie in the file as its header says") from None
+    return tensors.checked(found, "cpu", size)
 
 
 def read_header(path):
@@ -128,8 +130,11 @@ def load_into(model, name):
     index = os.path.join(folder, INDEX)
     files = [WEIGHTS]
     if os.path.isfile(index):
-        with open(index, encoding="utf-8") as f:
-            files = sorted({os.path.basename(part) for part in json.load(f)["weight_map"].values()})
+        try:
+            with open(index, encoding="utf-8") as f:
+                files = sorted({os.path.basename(part) for part in json.load(f)["weight_map"].values()})
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+            raise ConfigError(f"init_from={name!r}: {index} does not say where the weights are") from None
     missing = [part for part in files if not os.path.isfile(os.path.join(folder, part))]
     if missing:
         raise ConfigError(f"init_from={name!r}: {folder} has no {missing[0]}; other formats than safetensors are not read")
