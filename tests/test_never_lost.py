@@ -536,3 +536,14 @@ def test_a_picture_that_cannot_be_written_is_one_line_of_the_last_words(tmp_path
 def test_a_run_draws_its_picture_whatever_the_environment_draws_with(tmp_path, tiny_args, backend):
     done = run_script(*tiny_args(out_dir=tmp_path, max_tokens=320), env={"MPLBACKEND": backend})
     assert done.returncode == 0 and f"Picture: {tmp_path}/report.png" in done.stdout and done.stderr == ""
+
+
+def test_a_resume_with_other_instructions_says_so(tmp_path, tiny_args):
+    """They round otherwise: on one machine by the environment, on another by themselves."""
+    train.main(tiny_args(out_dir=tmp_path, stop_tokens=640))
+    saved = checkpoint.load(str(tmp_path))["arithmetic"]
+    assert saved["instructions"] == torch.backends.cpu.get_cpu_capability() and len(saved["kernels"]) == 12
+    done = run_script(*tiny_args(out_dir=tmp_path, resume=True), env={"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"})
+    events = [row["event"] for row in log.read(str(tmp_path)) if "event" in row]
+    assert done.returncode == 0, done.stderr
+    assert f"instructions DEFAULT (was {saved['instructions']})" in events[0] and "environment MKL_CBWR=COMPATIBLE" in events[0]

@@ -9,9 +9,11 @@ import configurator
 import ln_kernel
 from configurator import ConfigError
 from data import tokens
+from rightbatch.kernels import cpp
 from trainer import checkpoint, hardware, log
 
 STEERED = ("batch_schedule", "batch_objective", "batch_size_start", "batch_size", "log_interval")  # how gns finds its batch
+ROUNDING = ("MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE")  # of the environment
 PARTS = {"model": dict, "optimizer": dict, "rng": dict, "scaler": dict, "state": dict, "gns": dict, "schedule": dict,
          "config": dict, "data": dict, "vocab_size": int}  # of a checkpoint that a run can go on from
 
@@ -99,9 +101,12 @@ def restoring(path):
 
 def arithmetic(config, ranks, step):
     """What the last digits of a run depend on, beside its fixed keys."""
+    cpu = step.device == "cpu"
     return {"dtype": str(step.dtype).removeprefix("torch."), "device": step.device, "threads": torch.get_num_threads(),
             "norm layers": ln_kernel.choose_impl(torch.device(step.device))[0], "compiled": step.compiled,
             "torch": str(torch.__version__), "machine": hardware.device_name(step.device), "parallel": config.parallel,
+            "instructions": torch.backends.cpu.get_cpu_capability(), "kernels": cpp.identity() if cpu else None,
+            "environment": " ".join(f"{name}={os.environ[name]}" for name in ROUNDING if name in os.environ) or "plain",
             "micro_batch_size": config.micro_batch_size, "processes": ranks.world}
 
 

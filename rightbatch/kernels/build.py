@@ -61,13 +61,13 @@ def _key(cxx, attempts):
 
 # ---- the cache
 
-def _digest_of(path):
+def digest_of(path):
     return path.with_suffix(".sha256")
 
 
 def _is_whole(path):
     """Whether the library is there as it was written. Refuses one that somebody else could have written."""
-    digest = _digest_of(path)
+    digest = digest_of(path)
     try:
         for file in (path, digest):
             _refuse_what_others_could_write(file, file.lstat())
@@ -144,7 +144,7 @@ def compile_library(cxx, kernels, glue, attempts, path):
             raise error
         digest.write_text(hashlib.sha256(library.read_bytes()).hexdigest())
         _write_into_place(library, path, 0o700)
-        _write_into_place(digest, _digest_of(path), 0o600)
+        _write_into_place(digest, digest_of(path), 0o600)
 
 
 def _run(command):
