@@ -14,7 +14,7 @@ import os
 import torch
 
 from configurator import ConfigError
-from trainer import checkpoint, tensors
+from trainer import checkpoint, lock, tensors
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -187,7 +187,7 @@ def write(model, folder, separator=None):
         bias = name.removesuffix("weight") + "bias"
         if name.startswith(("h.", "ln_f")) and name.endswith("weight") and bias not in model.state_dict():
             tensors[f"transformer.{bias}"] = tensor.new_zeros(tensor.shape[0])
-    os.makedirs(folder, exist_ok=True)
+    lock.make(folder)
     write_tensors(os.path.join(folder, WEIGHTS), tensors)
     checkpoint.write_json(os.path.join(folder, CONFIG), {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": c.n_layer, "n_head": c.n_head,

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import socket
+import stat
 import sys
 
 try:
@@ -12,6 +13,9 @@ except ImportError:  # Windows
     fcntl = None
 
 NAME = "lock"
+# a pipe would wait for somebody to write into it
+FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+NOT_REGULAR = "{} is a link, a pipe, a folder or a device, which a lock must not be: remove it"
 
 
 @contextlib.contextmanager
@@ -41,15 +45,18 @@ def only_writer(folder, error, wait=False):
 def acquire(folder, error, wait):
     path = os.path.join(folder, NAME)
     while True:
-        os.makedirs(folder, exist_ok=True)
+        make(folder)
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+            descriptor = os.open(path, FLAGS, 0o644)
         except FileNotFoundError:  # its last holder left the folder empty and removed it
             continue
         except OSError as e:
-            if not os.path.islink(path):
+            if not os.path.lexists(path) or stat.S_ISREG(os.lstat(path).st_mode):
                 raise
-            raise error(f"{path} is a link, which a lock must not be: remove it") from e
+            raise error(NOT_REGULAR.format(path)) from e
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise error(NOT_REGULAR.format(path))
         try:
             if fcntl:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,6 +74,20 @@ def acquire(folder, error, wait):
             print(f"{folder} is in use by {holder}: waiting", file=sys.stderr, flush=True)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         os.close(descriptor)
+
+
+def make(folder):
+    """The folder and those around it. A link that leads nowhere, or in a circle, exists, and is no folder."""
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as e:
+        path = os.path.abspath(folder)
+        while not os.path.lexists(path):
+            path = os.path.dirname(path)
+        if not os.path.islink(path) or os.path.exists(path):
+            raise
+        raise OSError(e.errno, f"A link to {os.readlink(path)}, which is not there; take another folder, or remove the link",
+                      path) from None
 
 
 def is_named(descriptor, path):

@@ -79,8 +79,8 @@ def _is_whole(path):
 def _refuse_what_others_could_write(path, status):
     if not hasattr(os, "getuid"):   # Windows
         return
-    if stat.S_ISLNK(status.st_mode):
-        raise RuntimeError(f"{path} is a link: remove it")
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):   # a pipe would be waited for
+        raise RuntimeError(f"{path} is {'a link' if stat.S_ISLNK(status.st_mode) else 'no file'}: remove it")
     if status.st_uid not in (os.getuid(), 0):
         raise RuntimeError(f"{path} belongs to another user: remove it, or set RIGHTBATCH_CACHE to a folder of your own")
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

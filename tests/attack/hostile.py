@@ -5,6 +5,8 @@ import io
 import os
 import pickle
 import pickletools
+import shutil
+import socket
 import struct
 import warnings
 import zipfile
@@ -37,6 +39,53 @@ class Hostile(Around):
         if child.code in (0, 1) and "Traceback" not in child.error():
             return "survived", ""
         return ("failed", f"{how}: {bad}") if (bad := refusal(child)) else ("refused", "")
+
+    def specials(self):
+        """A pipe, a socket, a device, a folder or a link that leads nowhere in the place of a file: never waited for."""
+        rng, out, data, cache = self.rng, self.folder(self.whole), self.folder(self.data), self.folder()
+        whole = rng.random() < 0.5
+        if not whole:
+            out = self.folder(self.stopped)
+        os.mkdir(cache, 0o700)
+        for name in os.listdir(CACHE) if os.path.isdir(CACHE) else ():
+            if name.endswith((".so", ".sha256")):
+                shutil.copy(os.path.join(CACHE, name), cache)
+        schedule = os.path.join(out, "schedule.txt")
+        with open(schedule, "w") as f:
+            f.write("0 4\n")
+        names = ["lock", "log.jsonl", "ckpt.pt", "ckpt.1.pt", "ckpt.best.pt", "config.json", "step_time.json", "report.png"]
+        paths = [*(os.path.join(out, name) for name in [*names, *names, "schedule.txt"]), out,
+                 *(os.path.join(data, name) for name in ("train.bin", "val.bin", "meta.json", "verified.json", "meta.pkl")),
+                 *(os.path.join(cache, name) for name in [*os.listdir(cache), "lock"])]
+        path, kind = rng.choice(paths), rng.choice(list(SPECIALS))
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, f"{path}.moved")
+        SPECIALS[kind](path)
+        keys = {"dataset": data, **({"batch_schedule": "file", "batch_file": schedule} if path == schedule else {})}
+        fresh = self.folder()
+        env = {"RIGHTBATCH_CACHE": cache}
+        child = rng.choice([*[lambda: self.train(out, env=env, **keys)] * 6, lambda: self.train(fresh, env=env, **keys),
+                            lambda: self.train(fresh, env=env, branch_from=out, **keys),
+                            lambda: self.train(fresh, env=env, more=[path]), *(
+            lambda words=words: self.command(words[0], out, *words[1:], env=env) for words in self.possible([
+                ("sample", "--tokens=3"), ("plot", f"--out={fresh}"), ("whatif", "--json=-"), ("export", f"--hf={fresh}"),
+                ("train", "--eval")]))])()
+        child.wait(30)
+        if child.code in (0, 1) and "Traceback" not in child.error():
+            return "survived", ""
+        return ("failed", f"{kind} as {os.path.basename(path)}: {bad}") if (bad := refusal(child)) else ("refused", "")
+
+
+def socket_at(path):
+    with socket.socket(socket.AF_UNIX) as s:
+        s.bind(path)
+
+
+CACHE = os.environ.get("RIGHTBATCH_CACHE") or os.path.expanduser("~/.cache/rightbatch")
+SPECIALS = {"a pipe": os.mkfifo, "a socket": socket_at, "a folder": os.mkdir,
+            "a link to a device": lambda path: os.symlink("/dev/zero", path),
+            "a link to nowhere": lambda path: os.symlink("nowhere", path),
+            "a link to itself": lambda path: os.symlink(os.path.basename(path), path)}
 
 
 # -- a checkpoint that is not what it seems
