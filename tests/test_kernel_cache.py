@@ -174,6 +174,18 @@ def test_links_are_refused_and_what_they_point_to_is_not_touched(cache, what, tm
     assert precious.read_text() == "not ours" and times_linked(cache) == 1
 
 
+@pytest.mark.parametrize("what", ["library", "digest", "lock"])
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(cache, what):
+    path = build.build()
+    target = {"library": path, "digest": path.with_suffix(".sha256"), "lock": cache / "lock"}[what]
+    target.unlink()
+    os.mkfifo(target, 0o600)
+    if what == "lock":
+        path.unlink()
+    with pytest.raises(RuntimeError, match=f"^{re.escape(str(target))} is no file: remove it$"):
+        build.build()
+
+
 def test_the_lock_is_not_truncated(cache):
     cache.mkdir(mode=0o700)
     (cache / "lock").write_text("who holds it")

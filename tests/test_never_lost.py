@@ -547,3 +547,23 @@ def test_a_resume_with_other_instructions_says_so(tmp_path, tiny_args):
     events = [row["event"] for row in log.read(str(tmp_path)) if "event" in row]
     assert done.returncode == 0, done.stderr
     assert f"instructions DEFAULT (was {saved['instructions']})" in events[0] and "environment MKL_CBWR=COMPATIBLE" in events[0]
+
+
+# -- what is no file
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/null", path)])
+def test_a_lock_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
+    make(tmp_path / "lock")
+    with pytest.raises(ConfigError, match="lock is a link, a pipe, a folder or a device.*remove it"), lock.only_writer(
+            tmp_path, ConfigError):
+        pass
+    assert os.listdir(tmp_path) == ["lock"]
+
+
+@pytest.mark.parametrize("target, inner", [("nowhere", ""), ("link", ""), ("nowhere", "a/b")])
+def test_an_out_dir_that_is_a_link_to_nowhere_is_named(tmp_path, tiny_args, capsys, target, inner):
+    (tmp_path / "link").symlink_to(target)
+    with pytest.raises(SystemExit):
+        train.main(tiny_args(out_dir=tmp_path / "link" / inner))
+    assert f"A link to {target}, which is not there; take another folder" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["link"]
