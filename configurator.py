@@ -659,7 +659,7 @@ COMMANDS = {
 
 
 def help_text():
-    lines = [__doc__.strip(), "", "Keys. A run keeps each value for good, unless it says otherwise:"]
+    lines = [(__doc__ or "").strip(), "", "Keys. A run keeps each value for good, unless it says otherwise:"]
     for name, f in FIELDS.items():
         default = f"{f.default!r}"
         choices = f" [{' | '.join(f.metadata['choices'])}]" if f.metadata["choices"] else ""

@@ -17,6 +17,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
 
 import configurator

@@ -10,10 +10,12 @@ Pictures of runs, from their log.jsonl alone. Each is a file of plots/.
 """
 
 import argparse
+import os
 import signal
 import sys
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
 
 from configurator import ConfigError, die, explain

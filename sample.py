@@ -9,10 +9,12 @@ It takes the checkpoint with the lowest validation loss, ckpt.best.pt, and says 
 """
 
 import argparse
+import os
 import signal
 import sys
 
 if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
 
 import torch

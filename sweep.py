@@ -14,11 +14,13 @@ loses the trial at work (a run goes on from its checkpoint): the same command do
 
 import argparse
 import contextlib
+import os
 import shlex
 import signal
 import sys
 
 if __name__ == "__main__":  # until there is something to stop
+    sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from configurator import ConfigError, die, explain

@@ -19,10 +19,12 @@ learning rate), model.py. B sequences in a step.
 
 import contextlib
 import dataclasses
+import os
 import signal
 import sys
 
 if __name__ == "__main__":  # until there is something to save, Ctrl-C just ends it
+    sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 

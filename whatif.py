@@ -18,6 +18,9 @@ import json
 import os
 import sys
 
+if __name__ == "__main__":
+    sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
+
 import configurator
 import schedule
 from configurator import ConfigError

@@ -1,6 +1,8 @@
 """What new users type, and what they read: one line that names what is wrong and what to do, exit code 2, nothing changed."""
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -145,3 +147,10 @@ def test_a_gpu_that_is_not_there(desk, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         train.main(["--device=gpu"])
     assert "device='cuda' is not there; this machine has" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", ["train", "sample", "whatif", "plot", "sweep", "export"])
+def test_python_without_its_search_path_and_without_docstrings_runs_every_command(tmp_path, script):
+    done = subprocess.run([sys.executable, "-I", "-OO", os.path.join(ROOT, f"{script}.py"), "--help"], cwd=tmp_path,
+                          text=True, capture_output=True)
+    assert done.returncode == 0 and "--" in done.stdout, done.stderr

@@ -543,7 +543,8 @@ def test_a_resume_with_other_instructions_says_so(tmp_path, tiny_args):
     train.main(tiny_args(out_dir=tmp_path, stop_tokens=640))
     saved = checkpoint.load(str(tmp_path))["arithmetic"]
     assert saved["instructions"] == torch.backends.cpu.get_cpu_capability() and len(saved["kernels"]) == 12
-    done = run_script(*tiny_args(out_dir=tmp_path, resume=True), env={"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"})
+    other = {"ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"}
+    done = run_script(*tiny_args(out_dir=tmp_path, resume=True), env=other)
     events = [row["event"] for row in log.read(str(tmp_path)) if "event" in row]
     assert done.returncode == 0, done.stderr
     assert f"instructions DEFAULT (was {saved['instructions']})" in events[0] and "environment MKL_CBWR=COMPATIBLE" in events[0]

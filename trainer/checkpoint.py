@@ -29,7 +29,7 @@ NAME, BEST = "ckpt.pt", "ckpt.best.pt"
 FORMAT = 2
 FILES = r"ckpt(\.\w+)?\.pt|log\.jsonl|config\.json|step_time\.json"  # of a run; nobody else writes them
 PICTURES = r"(report|compare|layers|whatif)\.png|compare\.json"
-OURS = errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM  # what keeps us from a file that may be good
+OURS = errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM  # not the file's fault
 MARK = b"\nrightbatch crc32 "  # and eight hex digits: how a checkpoint ends
 
 
@@ -223,8 +223,8 @@ def read(path, device, mmap):
         state = tensors.load(path, device, mmap)
         version = state["format"]
     except Exception as e:
-        if configurator.explain(e):  # too little memory, too many open files: the checkpoint may be good
-            raise
+        if isinstance(e, MemoryError) or getattr(e, "errno", None) in OURS or "allocate memory" in str(e):
+            raise  # the file may be good
         words = f": {e}" if type(e) is ValueError else f" ({type(e).__name__})"
         raise ConfigError(f"{path} is not a readable checkpoint{words}") from None
     if version != FORMAT:

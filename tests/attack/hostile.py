@@ -182,10 +182,11 @@ def dictionaries(value):
 
 
 def value_changed(whole, rng):
-    """What torch.load takes as well as a tensor: endless values, keys that are no names, attributes, groups of the optimizer."""
+    """What torch.load takes beside tensors: endless values, keys that are no names, attributes, groups of the optimizer."""
     import torch
     state = torch.load(io.BytesIO(whole), weights_only=True)
-    where, kind = rng.choice(dictionaries(state)), rng.choice(["endless", "itself", "deep", "key", "set", "attributes", "group"])
+    where = rng.choice(dictionaries(state))
+    kind = rng.choice(["endless", "itself", "deep", "key", "set", "attributes", "group"])
     key = rng.choice([*where, "new"])
     if kind == "endless":
         where[key] = [1]
@@ -231,17 +232,17 @@ def pickle_changed(whole, rng):
             del data[rng.randrange(len(data)):]
         else:
             old = rng.choice([b"FloatStorage", b"_rebuild_tensor_v2", b"ByteStorage"])
-            names = (b"DoubleStorage LongStorage ComplexDoubleStorage QInt8Storage UntypedStorage _rebuild_sparse_tensor Tensor "
-                     b"_rebuild_parameter _rebuild_qtensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage "
+            names = (b"DoubleStorage LongStorage ComplexDoubleStorage QInt8Storage UntypedStorage _rebuild_sparse_tensor "
+                     b"Tensor _rebuild_parameter _rebuild_qtensor _rebuild_nested_tensor _rebuild_meta_tensor_no_storage "
                      b"_rebuild_device_tensor_from_numpy _rebuild_tensor_v3 _rebuild_wrapper_subclass").split()
             data = bytearray(bytes(data).replace(old, rng.choice(names)))
     return kind, packed({**files, name: bytes(data)})
 
 
 def archive_changed(whole, rng):
-    """Records that are compressed, shorter or longer than they are said to be, twice there, or gone; the archive's own bytes."""
-    files, kind = unpacked(whole), rng.choice(["compressed", "zeros", "cut", "gone", "twice", "order", "bytes", "bytes", "lies"])
-    name = rng.choice(list(files))
+    """Records that are compressed, shorter or longer than is said, twice there, or gone; the archive's own bytes."""
+    files = unpacked(whole)
+    name, kind = rng.choice(list(files)), rng.choice(["compressed", "zeros", "cut", "gone", "twice", "order", "bytes", "lies"])
     if kind == "bytes":
         start = whole.index(b"PK\1\2") if rng.random() < 0.7 else 0
         for _ in range(rng.choice([1, 1, 5])):

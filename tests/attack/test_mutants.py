@@ -25,8 +25,8 @@ HARMLESS = {"a scalar", "one element", "empty", "longer", "int64", "float64", "b
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="each case is a fork")
 def test_no_checkpoint_crashes_a_run_or_ends_it_with_a_traceback(tmp_path):
-    done = subprocess.run([sys.executable, os.path.join(HERE, "attack.py"), "--only=mutants", f"--out={tmp_path / 'table.json'}",
-                           f"--cases={100 * MUTANTS // attack.KINDS['mutants'] + 1}"], capture_output=True, text=True)
+    options = "--only=mutants", f"--out={tmp_path / 'table.json'}", f"--cases={100 * MUTANTS // attack.KINDS['mutants'] + 1}"
+    done = subprocess.run([sys.executable, os.path.join(HERE, "attack.py"), *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     row = json.loads((tmp_path / "table.json").read_text())["kinds"]["mutants"]
     assert row["tried"] >= MUTANTS and min(row["refused"], row["survived"]) > MUTANTS / 10
@@ -66,7 +66,8 @@ def test_what_else_a_checkpoint_may_bring_is_refused(tmp_path, kind, monkeypatch
     rng.choice = lambda options, choice=rng.choice: kind if kind in options else choice(options)
     monkeypatch.setattr(hostile, "HOSTILE", [None])
     _, data = hostile.value_changed(whole, rng)
-    checkpoint.write_atomically(str(tmp_path / "ckpt.pt"), lambda f: (f.write(data), f.write(checkpoint.MARK + b"%08x" % f.crc)))
+    checkpoint.write_atomically(str(tmp_path / "ckpt.pt"), lambda f: (
+        f.write(data), f.write(checkpoint.MARK + b"%08x" % f.crc)))
     with pytest.raises(ConfigError, match="not a readable checkpoint"):
         checkpoint.load(str(tmp_path))
 
@@ -74,7 +75,7 @@ def test_what_else_a_checkpoint_may_bring_is_refused(tmp_path, kind, monkeypatch
 def test_too_little_memory_or_too_many_open_files_damage_no_checkpoint(tmp_path, monkeypatch):
     for _ in range(2):
         checkpoint.save(str(tmp_path), {"x": 1}, keep=2)
-    for error in (MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory"), OSError(24, "Too many open files")):
+    for error in (MemoryError(), RuntimeError("can't allocate memory"), OSError(24, "Too many open files")):
         def fail(*_args, error=error, **_keys):
             raise error
         with monkeypatch.context() as patch:
