@@ -110,26 +110,29 @@ class Around(Harness):
 
     # -- other processes
 
-    def ranks(self, out):
+    def ranks(self, out, **changes):
         """Two processes of one run, as torchrun starts them."""
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        return [self.train(out, micro_batch_size=2, env={**env, "RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
+        return [self.train(out, micro_batch_size=2, env={**env, "RANK": rank, "LOCAL_RANK": rank}, **changes) for rank in "01"]
 
-    def of_two_ranks(self):
+    def of_two_ranks(self, parallel="ddp"):
         """What a run of two processes gives without an attack."""
-        if not hasattr(self, "pair_reference"):
+        known = self.__dict__.setdefault("pair_references", {})
+        if parallel not in known:
             out = self.folder()
-            assert [child.wait() for child in self.ranks(out)] == [0, 0], "two processes without an attack"
-            self.pair_reference = result(out)
-        return self.pair_reference
+            children = self.ranks(out, parallel=parallel)
+            assert [child.wait() for child in children] == [0, 0], "two processes without an attack"
+            known[parallel] = result(out)
+        return known[parallel]
 
     def kills_of_a_rank(self):
         """One process of two is killed: the other ends in words; both go on to the end."""
-        reference, out = self.of_two_ranks(), self.folder()
-        children = self.ranks(out)
+        parallel = self.rng.choice(["ddp", "fsdp"])
+        reference, out = self.of_two_ranks(parallel), self.folder()
+        children = self.ranks(out, parallel=parallel)
         self.wait_for_log(children[0], out)
         time.sleep(self.rng.uniform(0, 1))
         killed, other = self.rng.sample(children, 2)
@@ -139,9 +142,10 @@ class Around(Harness):
         text = other.error()
         if codes[1] is None or "Traceback" in text or (codes == [-signal.SIGKILL, 1] and "goes on from the last" not in text):
             return "failed", f"the other rank: exit {codes[1]}: {text[-300:]!r}"
-        again = self.ranks(out)
+        again = self.ranks(out, parallel=parallel)
         again[1].wait()
-        return self.outcome(again[0], out, reference)
+        outcome, why = self.outcome(again[0], out, reference)
+        return outcome, why and f"{parallel}: {why}"
 
     def pairs_of_ranks(self):
         """Two starts of two processes each into one folder: one of them runs."""

@@ -5,6 +5,7 @@ import io
 import os
 import pickle
 import pickletools
+import random
 import shutil
 import socket
 import struct
@@ -24,12 +25,7 @@ class Hostile(Around):
         for name in ("ckpt.1.pt", "ckpt.best.pt"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(out, name))
-        path = os.path.join(out, "ckpt.pt")
-        with open(path, "rb") as f:
-            how, data = mutant(f.read(), self.rng)
-        os.unlink(path)
-        with open(path, "wb") as f:
-            f.write(data)
+        how = made(os.path.join(out, "ckpt.pt"), self.rng)
         fresh = f"{out}-fresh"
         child = self.rng.choice([lambda: self.train(out, stop_tokens=3300)] * 5 + [
             lambda: self.command("sample", out, "--tokens=3", "--prompt=\x01"),
@@ -92,6 +88,27 @@ SPECIALS = {"a pipe": os.mkfifo, "a socket": socket_at, "a folder": os.mkdir,
 
 # a tensor that cannot be made of this one, or not be saved
 NO_SUCH = RuntimeError, TypeError, ValueError, IndexError, AttributeError, pickle.PicklingError
+
+
+def made(path, rng):
+    """Make a mutant of the checkpoint at `path`, in a process of its own: torch itself may crash on such tensors. In words."""
+    while True:
+        seed, (reader, writer) = rng.getrandbits(64), os.pipe()
+        child = os.fork()
+        if not child:
+            with contextlib.suppress(BaseException), open(path, "r+b") as f:
+                how, data = mutant(f.read(), random.Random(seed))
+                os.write(writer, how.encode()[:4000])
+                f.seek(0)
+                f.truncate()
+                f.write(data)
+            os._exit(0)
+        os.close(writer)
+        os.waitpid(child, 0)
+        with open(reader, encoding="utf-8", errors="replace") as f:
+            how = f.read()
+        if how:
+            return how
 
 
 def mutant(data, rng):
