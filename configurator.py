@@ -672,7 +672,7 @@ def help_text():
 
 
 OUT_OF_MEMORY = ("can't allocate", "cannot allocate memory", "out of memory", "not enough memory", "bad_alloc",
-                 "storage size calculation overflowed", "invalid shape dimension")
+                 "storage size calculation overflowed", "invalid shape dimension", "could not create a primitive")
 
 
 def explain(error):

@@ -1,10 +1,12 @@
 """What keeps a run whole, mechanism by mechanism. tests/attack/ has the same from outside."""
 
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -548,6 +550,17 @@ def test_a_resume_with_other_instructions_says_so(tmp_path, tiny_args):
     events = [row["event"] for row in log.read(str(tmp_path)) if "event" in row]
     assert done.returncode == 0, done.stderr
     assert f"instructions DEFAULT (was {saved['instructions']})" in events[0] and "environment MKL_CBWR=COMPATIBLE" in events[0]
+
+
+def test_a_clock_that_jumps_changes_nothing(tmp_path, tiny_args, monkeypatch):
+    jumps = random.Random(0)
+    monkeypatch.setattr(time, "time", lambda: 1e9 * jumps.random())
+    train.main(tiny_args(out_dir=tmp_path / "a"))
+    monkeypatch.undo()
+    train.main(tiny_args(out_dir=tmp_path / "b"))
+    assert_same_run(tmp_path / "a", tmp_path / "b")
+    seconds = [row["seconds"] for row in log.read(str(tmp_path / "a")) if "seconds" in row]
+    assert seconds == sorted(seconds) and 0 < seconds[-1] < 1e5
 
 
 # -- what is no file

@@ -290,7 +290,7 @@ def soak(attack, steps):
 KINDS = {"kills": 5, "kills_in_writes": 6, "kills_of_a_rank": 1, "kills_in_preparation": 3, "flips": 8, "holes": 7,
          "foreign": 4, "edited": 4, "swapped": 4, "meddling": 4, "meddling_with_data": 3, "pairs": 4, "pairs_of_ranks": 1,
          "signals": 3, "pipes": 4, "full_disks": 4, "small_disks": 4, "full_disks_in_preparation": 2, "read_only": 3,
-         "limits": 3, "inputs": 11, "readers": 8, "edits": 3, "divergence": 2, "mutants": 8, "specials": 5}
+         "limits": 3, "inputs": 11, "readers": 8, "edits": 3, "divergence": 2, "mutants": 8, "specials": 5, "little_memory": 3}
 
 
 def run(attack, counts, show=print):

@@ -6,6 +6,7 @@ import os
 import pickle
 import pickletools
 import random
+import resource
 import shutil
 import socket
 import struct
@@ -14,7 +15,7 @@ import zipfile
 import zlib
 from collections import OrderedDict
 
-from around import HOSTILE, Around
+from around import HOSTILE, MEGABYTE, Around
 from harness import flip, refusal
 
 
@@ -70,6 +71,24 @@ class Hostile(Around):
         if child.code in (0, 1) and "Traceback" not in child.error():
             return "survived", ""
         return ("failed", f"{kind} as {os.path.basename(path)}: {bad}") if (bad := refusal(child)) else ("refused", "")
+
+
+    def little_memory(self):
+        """Too little memory at some moment: one line, or a dead process where a library sees no other way. Nothing is lost."""
+        out = self.folder(self.stopped if self.rng.random() < 0.5 else None)
+        room = self.rng.randint(0, self.rng.choice([1, 8, 60]) * MEGABYTE)
+
+        def prepare():
+            with open("/proc/self/statm") as f:
+                used = int(f.read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
+        child = self.train(out, prepare)
+        child.wait()
+        if child.code is None or child.code > 0 and (bad := refusal(child)):
+            return "failed", f"{room} bytes: {bad if child.code else 'hang'}"
+        if child.has_no_kernel():  # it could not be mapped
+            return "refused", "another kernel"
+        return self.resumed(out)
 
 
 def socket_at(path):
