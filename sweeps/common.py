@@ -7,6 +7,7 @@ import os
 import shlex
 
 import configurator
+import schedule
 from configurator import ConfigError
 from model import GPTConfig
 from trainer import hardware, plan, predict
@@ -77,8 +78,7 @@ def machine(device):
 def read_json(path):
     """What a sweep of trials has written there, or None."""
     try:
-        with open(path, encoding="utf-8") as f:
-            found = json.load(f)
+        found = json.loads(schedule.read_now(path, most=10**7))
         if not (isinstance(found["settings"], dict) and all("status" in row.keys() for row in found["rows"])
                 and isinstance(found.get("result"), dict | None)):
             raise ValueError("other contents than a sweep's")

@@ -581,3 +581,12 @@ def test_an_out_dir_that_is_a_link_to_nowhere_is_named(tmp_path, tiny_args, caps
         train.main(tiny_args(out_dir=tmp_path / "link" / inner))
     assert f"A link to {target}, which is not there; take another folder" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["link"]
+
+
+def test_a_pipe_where_a_sweep_keeps_its_numbers_or_words_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "sweep.json")
+    os.mkfifo(tmp_path / "train.out")
+    with pytest.raises(ConfigError, match="sweep.json is not readable .*remove it"):
+        common.read_json(str(tmp_path / "sweep.json"))
+    with pytest.raises(ConfigError, match="train.out is no file: remove it"):
+        jobs.run_training(Config(out_dir=str(tmp_path)))

@@ -96,7 +96,10 @@ def sync_folder(path):
 def unshare(path):
     """Before a file is written in place: one that has a second name, as cp -al gives it for a backup, becomes our own."""
     with contextlib.suppress(FileNotFoundError):
-        if os.stat(path).st_nlink > 1:
+        found = os.stat(path)
+        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+            raise ConfigError(f"{path} is no file: remove it")
+        if found.st_nlink > 1:
             with open(path, "rb") as f:
                 data = f.read()
             write_atomically(path, lambda f: f.write(data))
