@@ -150,3 +150,5 @@ def check_state(part):
         for name, value in part.state[p].items():
             if value.shape != (() if single[name] else p.shape) or not value.is_contiguous():
                 raise ValueError(f"{name} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
+            if single[name] and not 0 <= value < 2**53:
+                raise ValueError(f"{name} is {float(value)}")

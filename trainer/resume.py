@@ -71,7 +71,7 @@ def check_parts(saved, more=None):
         for key, kind in {**PARTS, **(more or {})}.items():
             if not isinstance(saved[key], kind):
                 raise TypeError(key)
-        counts = [saved["state"]["tokens"]]
+        counts = [saved["state"]["tokens"], saved["config"]["max_tokens"]]
         if more:
             counts += [saved["log"][key] for key in ("size", "crc")]
             counts += [saved["arithmetic"][key] for key in ("micro_batch_size", "processes")]
