@@ -93,7 +93,8 @@ class Averages:
         return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state):
-        if not alike(vars(self), state):
+        if not (alike(vars(self), state) and state["half_life_tokens"] > 0 and state["tokens"] >= 0
+                and (not state["updates"] or min(state["w"], state["w2"]) > 0)):
             raise ValueError(f"not a state of averages of {len(self.x)} quantities")
         vars(self).update(copy.deepcopy(state))
 
