@@ -37,6 +37,7 @@ except ImportError:  # Windows: leftovers of killed runs stay until removed by h
 
 FORMAT = 1
 AGAIN = "run its prepare.py again"
+HASHED = "hashed.json"  # beside data that have no meta.json: the checksums that were found
 SPLITS = ("train", "val")
 UNIT = 1 << 18  # characters per unit of work: about 30 ms of BPE, so that all cores finish together
 WINDOW = 4  # units in flight per core: keeps cores busy while the main thread reads and writes, bounds the memory
@@ -326,7 +327,7 @@ class TokenFile:
 
 def remove_leftovers(folder: Path):
     """Remove temporary files of runs that were killed. A file that a living process still writes is locked."""
-    for name in temporary.left_over(os.listdir(folder), r"(train|val)\.bin|(meta|verified)\.json") if fcntl else ():
+    for name in temporary.left_over(os.listdir(folder), r"(train|val)\.bin|(meta|verified|hashed)\.json") if fcntl else ():
         path = folder / name
         if not path.is_file():
             continue
@@ -464,41 +465,53 @@ def verify(folder) -> dict:
     """read_meta, and the checksums of all tokens."""
     meta = read_meta(folder)
     for split in SPLITS:
-        verify_split(folder, split, meta)
+        with open(Path(folder) / f"{split}.bin", "rb") as f:
+            compare(f.name, sha256_of(f.fileno()), meta[f"{split}_sha256"])
     return meta
 
 
-def verify_split(folder, split, meta):
-    path = Path(folder) / f"{split}.bin"
-    with open(path, "rb") as f:
-        if sha256_of(f) != meta[f"{split}_sha256"]:
-            raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
+def compare(path, found, expected):
+    if found != expected:
+        raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
 
 
-def sha256_of(file):
-    file.seek(0)
-    sha256 = hashlib.sha256()
-    while block := file.read(1 << 20):
-        sha256.update(block)
+def sha256_of(descriptor):
+    with open(os.dup(descriptor), "rb") as f:
+        f.seek(0)
+        sha256 = hashlib.sha256()
+        while block := f.read(1 << 20):
+            sha256.update(block)
     return sha256.hexdigest()
 
 
-def verify_once(folder, meta):
-    """verify, but for files whose size and time are as they were when they were found good (verified.json)."""
-    record = Path(folder) / "verified.json"
+def stamp(status):
+    """What changes with a file's contents. Nobody sets the last one back."""
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def checksums(folder, descriptors, meta=None):
+    """{split: SHA-256} of open files; those of meta.json, where there is one, are compared. A file is read once: a record
+    beside it remembers the checksum for as long as its size and times stay."""
+    record = Path(folder) / ("verified.json" if meta else HASHED)
     ours = record.is_file() or not os.path.lexists(record)  # a pipe would keep us waiting
     try:
         known = json.loads(record.read_text(encoding="utf-8")) if ours else None
     except (OSError, ValueError, RecursionError):
         known = None
     good = {}
-    for split in SPLITS:
-        status = (Path(folder) / f"{split}.bin").stat()
-        good[split] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, meta[f"{split}_sha256"]]
-        if not (isinstance(known, dict) and known.get(split) == good[split]):
-            if status.st_size > 1e9:
-                print(f"checking {folder}/{split}.bin against its checksum, once", file=sys.stderr, flush=True)
-            verify_split(folder, split, meta)
+    for split, descriptor in descriptors.items():
+        path, now = f"{folder}/{split}.bin", stamp(os.fstat(descriptor))
+        entry = known.get(split) if isinstance(known, dict) else None
+        *then, checksum = entry if entry and isinstance(entry, list) else [None]
+        if then != now or not isinstance(checksum, str):
+            if now[0] > 1e9:
+                print(f"reading all of {path} for its checksum, once", file=sys.stderr, flush=True)
+            checksum = sha256_of(descriptor)
+            if stamp(os.fstat(descriptor)) != now:
+                raise PrepareError(f"{path} was changed by another program while it was read: start again when it is whole")
+        if meta:
+            compare(path, checksum, meta[f"{split}_sha256"])
+        good[split] = [*now, checksum]
     if known != good and ours:
         partial = Path(temporary.beside(record))
         with contextlib.suppress(OSError):  # a folder that is not ours to write to: checked at each start
@@ -506,6 +519,7 @@ def verify_once(folder, meta):
             os.replace(partial, record)
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+    return {split: checksum for split, (*_, checksum) in good.items()}
 
 
 # ---------------------------------------------------------------------------------------------- progress

@@ -479,13 +479,40 @@ def test_a_second_writer_is_refused_and_leaves_the_living_one_alone(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["meta.json", "train.bin", "val.bin"]
 
 
+@pytest.mark.parametrize("content", ["5", '{"train": 5}', '{"train": []}', '{"train": [1]}', '{"train": [null]}', "[" * 9999])
+def test_a_record_of_checksums_that_is_none_is_written_again(tmp_path, content):
+    meta = small_dataset(tmp_path)
+    checksums(tmp_path, meta)
+    right = (tmp_path / "verified.json").read_text()
+    (tmp_path / "verified.json").write_text(content)
+    assert checksums(tmp_path, meta)["train"] == meta["train_sha256"]
+    assert (tmp_path / "verified.json").read_text() == right
+
+
+def checksums(folder, meta):
+    with open(folder / "train.bin") as train, open(folder / "val.bin") as val:
+        return tokens.checksums(folder, {"train": train.fileno(), "val": val.fileno()}, meta)
+
+
+def test_a_file_that_is_written_to_while_it_is_summed_up_is_refused(tmp_path, monkeypatch):
+    meta, sha256_of = small_dataset(tmp_path), tokens.sha256_of
+
+    def summed_up(descriptor):
+        os.utime(tmp_path / "train.bin", ns=(1, 1))
+        return sha256_of(descriptor)
+
+    monkeypatch.setattr(tokens, "sha256_of", summed_up)
+    with pytest.raises(tokens.PrepareError, match="train.bin was changed by another program while it was read"):
+        checksums(tmp_path, meta)
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
 def test_something_else_in_the_place_of_verified_json_is_left_alone_and_not_waited_for(tmp_path, make):
     meta = small_dataset(tmp_path)
     make(tmp_path / "verified.json")
     before = os.lstat(tmp_path / "verified.json")
-    tokens.verify_once(tmp_path, meta)
+    checksums(tmp_path, meta)
     assert os.path.samestat(before, os.lstat(tmp_path / "verified.json"))
     assert sorted(os.listdir(tmp_path)) == ["meta.json", "train.bin", "val.bin", "verified.json"]
 

@@ -1,0 +1,80 @@
+"""Cases of the attack on what a run reads: its data, the text behind them, its log."""
+
+import os
+import pickle
+import time
+
+from harness import Harness, refusal, result
+
+LONGER = {"max_tokens": 32_000}
+
+
+class Sources(Harness):
+    # -- data of a run
+
+    def longer(self, data):
+        """What a run of five times the length gives on such data without an attack."""
+        if data not in self.references:
+            out = self.folder()
+            assert self.train(out, dataset=data, **LONGER).wait() == 0, "a longer run without an attack"
+            self.references[data] = result(out)
+        return self.references[data]
+
+    def some_data(self):
+        """(a copy of some data, what a longer run gives on them): our own, or as nanoGPT's scripts write them, large, with no
+        checksums."""
+        if not hasattr(self, "references"):
+            import numpy as np
+            self.references, self.nanogpt = {}, self.folder()
+            os.mkdir(self.nanogpt)
+            for name, times in (("train.bin", 1600), ("val.bin", 1)):
+                ids = np.fromfile(os.path.join(self.data, name), np.uint8).astype(np.uint16)
+                np.tile(ids, times).tofile(os.path.join(self.nanogpt, name))
+            with open(os.path.join(self.nanogpt, "meta.pkl"), "wb") as f:
+                pickle.dump({"vocab_size": 64, "itos": dict(enumerate(map(chr, range(64)))), "stoi": {}}, f)
+        data = self.rng.choice([self.data, self.nanogpt])
+        return self.folder(data), self.longer(data)
+
+    def zeroed(self, path):
+        """Zeros over a part of a file, most of it or little; returns what puts all back, perhaps with its times."""
+        with open(path, "r+b") as f:
+            data, times = f.read(), os.stat(path)
+            size = max(64, int(len(data) * self.rng.choice([0, 0.0005, 0.74])))
+            f.seek(self.rng.randrange(len(data) - size + 1))
+            f.write(bytes(size))
+
+        def back():
+            with open(path, "r+b") as f:
+                f.write(data)
+            if self.rng.random() < 0.5:
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        return back
+
+    def data_put_back(self):
+        """Data that are zeroed under a living run, and put back: it ends, and goes on from before."""
+        out, (data, reference) = self.folder(), self.some_data()
+        child = self.train(out, dataset=data, **LONGER)
+        self.wait_for_log(child, out, 1000)
+        back = self.zeroed(os.path.join(data, self.rng.choice(["train.bin", "train.bin", "val.bin"])))
+        time.sleep(self.rng.choice([0, 0.05, 0.1]))
+        back()
+        found = self.outcome(child, out, reference)  # it may have read all that it needed
+        return self.outcome(self.train(out, dataset=data, **LONGER), out, reference) if found[0] == "refused" else found
+
+    def data_before_resume(self):
+        """Data that were zeroed in part before a resume: refused, and gone on with once they are whole."""
+        out, (data, reference) = self.folder(), self.some_data()
+        if self.train(out, dataset=data, **LONGER, stop_tokens=3200).wait() != 0:
+            return "failed", "it did not begin"
+        times = os.stat(path := os.path.join(data, "train.bin"))
+        back = self.zeroed(path)
+        if self.rng.random() < 0.5:
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+        child = self.train(out, dataset=data, **LONGER)
+        child.wait()
+        if child.code == 0:
+            return "failed", "it went on with other data"
+        if bad := refusal(child):
+            return "failed", bad
+        back()
+        return self.outcome(self.train(out, dataset=data, **LONGER), out, reference)
