@@ -3,7 +3,7 @@
     python data/tokens.py data/stdlib        # check a prepared dataset against its checksums
 
 train.bin and val.bin are raw little-endian token ids: uint8 (tokenizer "bytes", vocabulary 256) or uint16
-("gpt2", vocabulary 50257). Every document ends with a separator: 0 for bytes (no text file holds a NUL), 50256
+("gpt2", vocabulary 50257). Every document ends with a separator: 0 for bytes (a text with a NUL is refused), 50256
 (<|endoftext|>) for gpt2. meta.json describes them and is written last, so a folder with meta.json is complete.
 """
 
@@ -67,6 +67,15 @@ def run(body) -> int:
             message += "; free some space or write to another disk with --out. Nothing was replaced"
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def walk(folder, **how):
+    """os.walk, which would leave out what it may not read without a word."""
+
+    def refuse(e):
+        raise PrepareError(f"{e.filename} cannot be read: {e.strerror}. Make it readable, or move it away") from None
+
+    return os.walk(folder, onerror=refuse, **how)
 
 
 def bounded(function, seconds):
@@ -327,7 +336,8 @@ class TokenFile:
 
 def remove_leftovers(folder: Path):
     """Remove temporary files of runs that were killed. A file that a living process still writes is locked."""
-    for name in temporary.left_over(os.listdir(folder), r"(train|val)\.bin|(meta|verified|hashed)\.json") if fcntl else ():
+    ours = r"(train|val)\.bin|(meta|verified|hashed)\.json"
+    for name in temporary.left_over(os.listdir(folder), ours) if fcntl else ():
         path = folder / name
         if not path.is_file():
             continue
@@ -490,7 +500,7 @@ def stamp(status):
 
 
 def checksums(folder, descriptors, meta=None):
-    """{split: SHA-256} of open files; those of meta.json, where there is one, are compared. A file is read once: a record
+    """{split: SHA-256} of open files, compared with any of meta.json. A file is read once: a record
     beside it remembers the checksum for as long as its size and times stay."""
     record = Path(folder) / ("verified.json" if meta else HASHED)
     ours = record.is_file() or not os.path.lexists(record)  # a pipe would keep us waiting
@@ -508,7 +518,7 @@ def checksums(folder, descriptors, meta=None):
                 print(f"reading all of {path} for its checksum, once", file=sys.stderr, flush=True)
             checksum = sha256_of(descriptor)
             if stamp(os.fstat(descriptor)) != now:
-                raise PrepareError(f"{path} was changed by another program while it was read: start again when it is whole")
+                raise PrepareError(f"{path} was changed by another program while it was read: start again later")
         if meta:
             compare(path, checksum, meta[f"{split}_sha256"])
         good[split] = [*now, checksum]

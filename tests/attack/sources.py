@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 import time
 
 from harness import Harness, refusal, result
@@ -10,6 +11,52 @@ LONGER = {"max_tokens": 32_000}
 
 
 class Sources(Harness):
+    # -- the text that a dataset is made of
+
+    def texts_that_change(self):
+        """prepare.py on folders that may not be read, texts that shrink and grow meanwhile, links that lead out, NUL bytes, and
+        huge empty files: all of the text, or words."""
+        text, out = self.folder(), self.folder()
+        os.makedirs(os.path.join(text, "sub"))
+        for i in range(self.rng.choice([3, 30])):
+            with open(os.path.join(text, self.rng.choice(["", "sub"]), f"{i}.txt"), "w") as f:
+                f.write(f"{i} is a number. " * 20_000)
+        some = os.path.join(text, "sub", "some.txt")
+        with open(some, "w") as f:
+            f.write("this and that. " * 20_000)
+        kind, scandir = self.rng.choice(["rights", "shrinks", "grows", "link", "link to a folder", "NUL", "huge"]), os.scandir
+        if kind == "link":
+            os.symlink("/etc/passwd", os.path.join(text, "z.txt"))
+        elif kind == "link to a folder":
+            os.symlink("/etc", os.path.join(text, "etc"))
+        elif kind == "NUL":
+            with open(some, "r+b") as f:
+                f.seek(self.rng.randrange(300_000))
+                f.write(b"\0")
+        elif kind == "huge":
+            os.truncate(some, 5 << 30)
+
+        def refuse(path):
+            if str(path).endswith("sub"):
+                raise PermissionError(13, "Permission denied", str(path))
+            return scandir(path)
+
+        def prepare():
+            from data import tokens
+            resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, 1 << 30))
+            if kind == "rights":
+                os.scandir = refuse
+            if kind in ("shrinks", "grows"):
+                real = tokens.choose_validation
+                tokens.choose_validation = lambda *a: os.truncate(some, 1000 if kind == "shrinks" else 400_000) or real(*a)
+        child = self.command("data.text.prepare", text, f"--out={out}", prepare=prepare)
+        child.wait()
+        if child.code == 0:
+            said = kind.startswith("link") and "left out 1 link that lead" in child.error()
+            return ("survived", "") if said else ("failed", f"{kind}: taken without a word")
+        bad = refusal(child) or (os.path.exists(out) and f"left {os.listdir(out)}")
+        return ("failed", f"{kind}: {bad}") if bad else ("refused", "")
+
     # -- data of a run
 
     def longer(self, data):
