@@ -1,16 +1,18 @@
 """Cases of the attack on what a run reads: its data, the text behind them, its log."""
 
+import json
 import os
 import pickle
 import resource
 import time
 
-from harness import Harness, refusal, result
+from around import Around
+from harness import refusal, result
 
 LONGER = {"max_tokens": 32_000}
 
 
-class Sources(Harness):
+class Sources(Around):
     # -- the text that a dataset is made of
 
     def texts_that_change(self):
@@ -125,3 +127,42 @@ class Sources(Harness):
             return "failed", bad
         back()
         return self.outcome(self.train(out, dataset=data, **LONGER), out, reference)
+
+    # -- the log
+
+    def logs_in_part(self):
+        """A log that lacks rows, has them in another order, twice, or with other values, also NaN: never summed up or drawn, with
+        a checkpoint beside it or without."""
+        out, kind = self.folder(self.whole), self.rng.choice(["missing", "order", "twice", "value", "end", "nan"])
+        path = os.path.join(out, "log.jsonl")
+        with open(path) as f:
+            lines = f.readlines()
+        at, more = self.rng.randrange(1, len(lines) - 9), self.rng.randint(2, 8)
+        if kind == "missing":
+            del lines[at:at + more]
+        elif kind == "end":
+            del lines[-more:]
+        elif kind == "order":
+            lines[at:at + more] = lines[at:at + more][::-1]
+        elif kind == "twice":
+            lines[at:at] = lines[at:at + more]
+        else:
+            row = json.loads(lines[at])
+            row[self.rng.choice([key for key in row if key not in ("event", "row")])] = self.rng.choice(
+                [7] if kind == "value" else [float("nan"), float("inf"), -float("inf")])
+            lines[at] = json.dumps(row) + "\n"
+        with open(path, "w") as f:
+            f.writelines(lines)
+        if kind not in ("value", "end") and self.rng.random() < 0.5:
+            for name in os.listdir(out):
+                if name.startswith("ckpt"):
+                    os.unlink(os.path.join(out, name))
+        asked = [("whatif", out), ("whatif", out, "--json=-"), ("plot", out), ("plot", "--layers", out),
+                 ("plot", "--compare", f"a={self.whole}", f"b={out}", f"--out={os.path.join(self.work, 'picture.png')}")]
+        words = self.rng.choice(self.possible(asked))
+        child = self.command(*words)
+        child.wait()
+        if child.code == 0:
+            return "failed", f"{kind}: {words[0]} takes it for a whole one"
+        bad = refusal(child) or path not in child.error() and child.error()[-150:]
+        return ("failed", f"{kind}: {bad}") if bad else ("refused", "")
