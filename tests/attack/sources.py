@@ -131,7 +131,7 @@ class Sources(Around):
     # -- the log
 
     def logs_in_part(self):
-        """A log that lacks rows, has them in another order, twice, or with other values, also NaN: never summed up or drawn, with
+        """A log that lacks rows, has them in another order, twice, or with other values, or NaN: never summed up, with
         a checkpoint beside it or without."""
         out, kind = self.folder(self.whole), self.rng.choice(["missing", "order", "twice", "value", "end", "nan"])
         path = os.path.join(out, "log.jsonl")
