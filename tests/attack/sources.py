@@ -1,13 +1,15 @@
 """Cases of the attack on what a run reads: its data, the text behind them, its log."""
 
+import contextlib
 import json
 import os
 import pickle
 import resource
+import signal
 import time
 
-from around import Around
-from harness import refusal, result
+from around import Around, ended
+from harness import SECONDS, TINY, refusal, result, same
 
 LONGER = {"max_tokens": 32_000}
 
@@ -166,3 +168,66 @@ class Sources(Around):
             return "failed", f"{kind}: {words[0]} takes it for a whole one"
         bad = refusal(child) or path not in child.error() and child.error()[-150:]
         return ("failed", f"{kind}: {bad}") if bad else ("refused", "")
+
+    # -- what else goes on meanwhile
+
+    def rewritten(self):
+        """A schedule in a file that is written again and again, in place or by a rename: no half of it is ever in force."""
+        out, path = self.folder(), os.path.join(self.work, f"schedule-{self.number}")
+        texts, in_place, said = [b"0 4\n3200 16\n6400 12\n", b"0 8\n3200 12\n6400 160\n"], self.rng.random() < 0.7, []
+        with open(path, "wb") as f:
+            f.write(texts[0])
+        child = self.train(out, batch_schedule="file", batch_file=path, **LONGER)
+        if self.rng.random() < 0.7:
+            self.wait_for_log(child, out, 1000)
+        while not ended(child) and time.monotonic() < child.started + SECONDS:
+            for text in texts:
+                with open(path if in_place else path + ".new", "wb", buffering=0) as f:
+                    for part in (text[:-2], text[-2:]):
+                        f.write(part)
+                if not in_place:
+                    os.replace(path + ".new", path)
+                time.sleep(0.001)
+        child.wait()
+        if child.code != 0:
+            bad = refusal(child) or "without a pause" not in child.error() and child.error()[-200:]
+            return ("failed", bad) if bad else ("refused", "")
+        with open(os.path.join(out, "log.jsonl")) as f:
+            events = [row["event"] for row in map(json.loads, f) if "batch_file" in row.get("event", "")]
+        for event in events:
+            if "changed" in event or "read" in event.split(":")[0]:
+                said.append(event.rpartition("read: ")[2].rpartition("changed: ")[2])
+        halves = set(said) - {"0:4, 3200:16, 6400:12", "0:8, 3200:12, 6400:160"}
+        return ("failed", f"half of a file: {halves} {events[:2]}") if halves else ("survived", "")
+
+    def pairs_of_sweeps(self):
+        """Two sweeps in one folder at once, one of them or its runs killed; then a third to the end: what one alone gives."""
+        data = {**TINY, "dataset": self.data, "max_tokens": 3200}
+        asked = ["runs", *(f"--{k}={v}" for k, v in data.items() if k != "seed"), "--seed=0,1", "--jobs=2"]
+        if not hasattr(self, "sweep"):
+            self.sweep = self.folder()
+            assert self.command("sweep", *asked, f"--out_dir={self.sweep}").wait() == 0, "a sweep without an attack"
+        out = self.folder()
+        both = [self.command("sweep", *asked, f"--out_dir={out}") for _ in range(2)]
+        time.sleep(self.rng.uniform(0, 8))
+        killed, other = self.rng.sample(both, 2)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(killed.pid, signal.SIGKILL)
+        codes = [killed.wait(), other.wait()]
+        if codes[1] != 0 and (bad := refusal(other)):
+            return "failed", f"the other: {bad}"
+        until = time.monotonic() + SECONDS
+        while (code := (last := self.command("sweep", *asked, f"--out_dir={out}")).wait()) != 0 and time.monotonic() < until:
+            if bad := refusal(last):  # runs of the killed one go on, and hold the folder
+                return "failed", f"the third: {bad}"
+            time.sleep(0.2)
+        if code != 0:
+            return "failed", f"the third: {last.error()[-200:]}"
+        runs = sorted(os.listdir(os.path.join(self.sweep, "sweep", "runs")))
+        if sorted(os.listdir(os.path.join(out, "sweep", "runs"))) != runs:
+            return "failed", f"other files: {sorted(os.listdir(os.path.join(out, 'sweep', 'runs')))}, not {runs}"
+        for name in runs:
+            here, there = (os.path.join(folder, "sweep", "runs", name) for folder in (out, self.sweep))
+            if os.path.isdir(here) and not same(result(here), result(there)):
+                return "failed", f"{name}: another result"
+        return "survived", ""
