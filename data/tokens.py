@@ -445,7 +445,7 @@ def read_meta(folder) -> dict:
     """meta.json of a complete dataset; an error says what is missing or does not match. Sizes only: see `verify`."""
     folder = Path(folder)
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = read_json(folder / "meta.json")
         check_meta(meta)
         item = np.dtype(meta["dtype"]).itemsize
         expected = {folder / f"{split}.bin": meta[f"{split}_tokens"] * item for split in SPLITS}
@@ -457,6 +457,13 @@ def read_meta(folder) -> dict:
     except (ValueError, KeyError, TypeError) as e:
         raise PrepareError(f"{folder / 'meta.json'} is damaged ({type(e).__name__}: {e}): {AGAIN}") from e
     return meta
+
+
+def read_json(path, most=1 << 24):
+    """What a small file holds. ValueError for a large one, which would fill the memory."""
+    if os.path.getsize(path) > most:
+        raise ValueError(f"it has more than {most >> 20} MB")
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def check_meta(meta):
@@ -485,12 +492,17 @@ def compare(path, found, expected):
         raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
 
 
-def sha256_of(descriptor):
+def sha256_of(descriptor, seconds=10):
+    """The checksum of an open file. What takes long says how far it is, every so many seconds."""
     with open(os.dup(descriptor), "rb") as f:
         f.seek(0)
-        sha256 = hashlib.sha256()
+        sha256, done, shown, size = hashlib.sha256(), 0, time.monotonic(), os.fstat(descriptor).st_size
         while block := f.read(1 << 20):
             sha256.update(block)
+            done += len(block)
+            if time.monotonic() - shown > seconds:
+                shown = time.monotonic()
+                print(f"checksum: {done / 1e9:.1f} of {size / 1e9:.1f} GB read", file=sys.stderr, flush=True)
     return sha256.hexdigest()
 
 
@@ -505,7 +517,7 @@ def checksums(folder, descriptors, meta=None):
     record = Path(folder) / ("verified.json" if meta else HASHED)
     ours = record.is_file() or not os.path.lexists(record)  # a pipe would keep us waiting
     try:
-        known = json.loads(record.read_text(encoding="utf-8")) if ours else None
+        known = read_json(record) if ours else None
     except (OSError, ValueError, RecursionError):
         known = None
     good = {}

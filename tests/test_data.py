@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configurator import ConfigError
 from data import hub, tokens
 from data.openwebtext import prepare as openwebtext
 from data.python import prepare as python_sources
 from data.stdlib import prepare as stdlib
 from data.text import prepare as text
 from data.wikitext import prepare as wikitext
+from trainer import batches
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -563,6 +565,22 @@ def test_a_record_of_checksums_that_is_none_is_written_again(tmp_path, content):
     (tmp_path / "verified.json").write_text(content)
     assert checksums(tmp_path, meta)["train"] == meta["train_sha256"]
     assert (tmp_path / "verified.json").read_text() == right
+
+
+def test_a_meta_json_that_would_fill_the_memory_is_refused(tmp_path):
+    small_dataset(tmp_path)
+    os.truncate(tmp_path / "meta.json", 5 << 30)
+    with pytest.raises(tokens.PrepareError, match="meta.json is damaged .ValueError: it has more than 16 MB"):
+        tokens.verify(tmp_path)
+    with pytest.raises(ConfigError, match="meta.json is not readable .it has more than 16 MB"):
+        batches.Dataset(str(tmp_path), 1)
+
+
+def test_a_checksum_that_takes_long_says_how_far_it_is(tmp_path, capsys):
+    with open(tmp_path / "large", "w+b") as f:
+        f.truncate(3 << 20)
+        tokens.sha256_of(f.fileno(), seconds=0)
+    assert "checksum: 0.0 of 0.0 GB read" in capsys.readouterr().err
 
 
 def checksums(folder, meta):

@@ -4,7 +4,6 @@ the window at hash(seed, n) mod (len - block_size). The same examples come in th
 micro-batch, the accumulation or the number of processes, and resuming needs one integer.
 """
 
-import json
 import os
 import time
 import weakref
@@ -78,8 +77,7 @@ class Dataset:
 
     def _read_meta(self, dataset):
         try:
-            with open(os.path.join(self.folder, "meta.json"), encoding="utf-8") as f:
-                meta = json.load(f)
+            meta = tokens.read_json(os.path.join(self.folder, "meta.json"))
             tokens.check_meta(meta)
             return meta
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
