@@ -22,6 +22,7 @@ arguments alone, so it comes out the same on every process and after a resume.
 import math
 import os
 import stat
+import time
 from decimal import Decimal, DecimalException
 
 import gns
@@ -182,7 +183,7 @@ class File(Schedule):
         self.path = config.batch_file
         self.text = self.points = None  # in force
         self.seen = None  # last read, perhaps bad
-        self.signature = None  # of the file then: the same one need not be read again
+        self.signature = self.glimpsed = ""  # of the file then: the same one need not be read again; at the last look
 
     @classmethod
     def check(cls, config, quantum):
@@ -191,8 +192,15 @@ class File(Schedule):
             raise ValueError("batch_file='': batch_schedule=file needs the path of one")
 
     def start(self):
+        news, until = None, time.monotonic() + 0.3
+        while not news and time.monotonic() < until:  # somebody may be writing it now
+            time.sleep(0.01)
+            latest = self.poll()
+            news = news if latest is None else latest
         try:
-            self.accept(self.poll())
+            if news is None:
+                raise ValueError("it is written to without a pause, start when it rests")
+            self.accept(news)
         except ValueError as e:
             raise ValueError(f"batch_file={self.path!r}: {e}") from None
 
@@ -200,15 +208,18 @@ class File(Schedule):
         return interpolate(self.points, tokens, self.quantum)
 
     def poll(self):
-        """The file's text if it changed since the last look, else None; one stat call. '' stands for no readable file."""
+        """The file's text if it changed, and rests since the last look, else None: a half of it may be written. One stat call.
+        '' stands for no readable file."""
+        signature, before = signature_of(self.path), self.glimpsed
+        self.glimpsed = signature
+        if signature == self.signature or signature != before:
+            return None
         try:
-            info = os.stat(self.path)
-            signature = (info.st_mtime_ns, info.st_size, info.st_ino)
-            if signature == self.signature:
-                return None
             text = read_now(self.path)
         except (OSError, ValueError):
-            signature, text = None, ""
+            text = ""
+        if signature_of(self.path) != signature:
+            return None
         self.signature = signature
         return text if text != self.seen else None
 
@@ -238,7 +249,7 @@ class File(Schedule):
         return {"text": self.text, "seen": self.seen}
 
     def load(self, state):
-        self.text, self.seen, self.signature = state["text"], state["seen"], None
+        self.text, self.seen = state["text"], state["seen"]
         try:
             self.points = parse_file(self.text, self.quantum)
         except ValueError as e:
@@ -484,6 +495,15 @@ def parse_steps(text, quantum):
     if pairs[0][0] != 0:
         raise ValueError(f"the first batch must start at 0 tokens, not at {pairs[0][0]}")
     return checked(pairs, quantum)
+
+
+def signature_of(path):
+    """What changes with a file; None where there is none."""
+    try:
+        info = os.stat(path)
+        return info.st_mtime_ns, info.st_size, info.st_ino
+    except OSError:
+        return None
 
 
 def read_now(path, most=1_000_000):

@@ -7,7 +7,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from data.tokens import PrepareError, bounded
+from data.tokens import PrepareError, bounded, walk
 
 HUB_SECONDS = 6  # for a sign of life from the hub; without one, `datasets` would retry for half a minute
 ADVICE = (
@@ -79,7 +79,8 @@ def from_files(paths):
 
 def find(where, suffixes=(".parquet",)) -> list[Path]:
     """Files that a path, a folder or a glob names, sorted."""
-    paths = glob.glob(os.path.join(where, "**", "*") if os.path.isdir(where) else where, recursive=True)
+    inside = (os.path.join(folder, name) for folder, _, names in walk(where, followlinks=True) for name in names)
+    paths = inside if os.path.isdir(where) else glob.glob(where, recursive=True)
     paths = sorted(Path(path) for path in paths if path.endswith(tuple(suffixes)) and os.path.isfile(path))
     if not paths:
         raise PrepareError(f"--local={where}: no {' or '.join('*' + suffix for suffix in suffixes)} file there")

@@ -4,17 +4,13 @@ meta.pkl is a pickle, which may hold code. It is never run: every instruction of
 that is not about plain numbers, texts, lists and dictionaries is refused.
 """
 
-import hashlib
 import io
 import os
 import pickle
 import pickletools
 
-import numpy as np
-
 from data.tokens import FORMAT, GPT2Tokenizer, PrepareError
 
-SAMPLED = "sampled-"  # how the checksum of a file's pieces begins
 MAX_PICKLE = 16 << 20  # bytes: GPT-2's 50257 words would take one
 PLAIN = {"PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET",
          "NONE", "NEWTRUE", "NEWFALSE", "INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "BINFLOAT",
@@ -30,7 +26,7 @@ def is_there(folder):
 
 
 def describe(folder):
-    """meta.json's contents for a folder of nanoGPT's, and the assumptions behind them in words."""
+    """meta.json's contents for a folder of nanoGPT's, without checksums, and the assumptions behind them in words."""
     about = read_pickle(os.path.join(folder, "meta.pkl"))
     meta = {"format": FORMAT, "dtype": "uint16", "source": "nanoGPT's files"}
     if about is None:
@@ -46,7 +42,7 @@ def describe(folder):
         size = os.path.getsize(path)
         if size == 0 or size % 2:
             raise PrepareError(f"{path} holds {size} bytes: whole uint16 numbers were expected, as nanoGPT writes them")
-        meta |= {f"{split}_tokens": size // 2, f"{split}_sha256": fingerprint(path)}
+        meta[f"{split}_tokens"] = size // 2
     return meta, f"{folder} has no meta.json, so it is read as nanoGPT's: token ids in uint16, {said}"
 
 
@@ -91,13 +87,3 @@ class PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-def fingerprint(path, pieces=64, size=1 << 16):
-    """A checksum of a file's length and of 64 pieces of it, evenly spread: enough to know it again. There is no
-    checksum to compare all of it with, and OpenWebText's 17 GB would be read at each start."""
-    data = np.memmap(path, dtype=np.uint8, mode="r")
-    summed = hashlib.sha256(str(len(data)).encode())
-    for start in np.linspace(0, max(0, len(data) - size), pieces).astype(np.int64):
-        summed.update(data[start:start + size].tobytes())
-    return f"{SAMPLED}{summed.hexdigest()}"

@@ -3,7 +3,7 @@
     python data/tokens.py data/stdlib        # check a prepared dataset against its checksums
 
 train.bin and val.bin are raw little-endian token ids: uint8 (tokenizer "bytes", vocabulary 256) or uint16
-("gpt2", vocabulary 50257). Every document ends with a separator: 0 for bytes (no text file holds a NUL), 50256
+("gpt2", vocabulary 50257). Every document ends with a separator: 0 for bytes (a text with a NUL is refused), 50256
 (<|endoftext|>) for gpt2. meta.json describes them and is written last, so a folder with meta.json is complete.
 """
 
@@ -37,6 +37,7 @@ except ImportError:  # Windows: leftovers of killed runs stay until removed by h
 
 FORMAT = 1
 AGAIN = "run its prepare.py again"
+HASHED = "hashed.json"  # beside data that have no meta.json: the checksums that were found
 SPLITS = ("train", "val")
 UNIT = 1 << 18  # characters per unit of work: about 30 ms of BPE, so that all cores finish together
 WINDOW = 4  # units in flight per core: keeps cores busy while the main thread reads and writes, bounds the memory
@@ -66,6 +67,15 @@ def run(body) -> int:
             message += "; free some space or write to another disk with --out. Nothing was replaced"
     print(f"error: {' '.join(message.split())}", file=sys.stderr)
     return 2
+
+
+def walk(folder, **how):
+    """os.walk, which would leave out what it may not read without a word."""
+
+    def refuse(e):
+        raise PrepareError(f"{e.filename} cannot be read: {e.strerror}. Make it readable, or move it away") from None
+
+    return os.walk(folder, onerror=refuse, **how)
 
 
 def bounded(function, seconds):
@@ -326,7 +336,8 @@ class TokenFile:
 
 def remove_leftovers(folder: Path):
     """Remove temporary files of runs that were killed. A file that a living process still writes is locked."""
-    for name in temporary.left_over(os.listdir(folder), r"(train|val)\.bin|(meta|verified)\.json") if fcntl else ():
+    ours = r"(train|val)\.bin|(meta|verified|hashed)\.json"
+    for name in temporary.left_over(os.listdir(folder), ours) if fcntl else ():
         path = folder / name
         if not path.is_file():
             continue
@@ -434,7 +445,7 @@ def read_meta(folder) -> dict:
     """meta.json of a complete dataset; an error says what is missing or does not match. Sizes only: see `verify`."""
     folder = Path(folder)
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+        meta = read_json(folder / "meta.json")
         check_meta(meta)
         item = np.dtype(meta["dtype"]).itemsize
         expected = {folder / f"{split}.bin": meta[f"{split}_tokens"] * item for split in SPLITS}
@@ -446,6 +457,13 @@ def read_meta(folder) -> dict:
     except (ValueError, KeyError, TypeError) as e:
         raise PrepareError(f"{folder / 'meta.json'} is damaged ({type(e).__name__}: {e}): {AGAIN}") from e
     return meta
+
+
+def read_json(path, most=1 << 24):
+    """What a small file holds. ValueError for a large one, which would fill the memory."""
+    if os.path.getsize(path) > most:
+        raise ValueError(f"it has more than {most >> 20} MB")
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def check_meta(meta):
@@ -464,41 +482,58 @@ def verify(folder) -> dict:
     """read_meta, and the checksums of all tokens."""
     meta = read_meta(folder)
     for split in SPLITS:
-        verify_split(folder, split, meta)
+        with open(Path(folder) / f"{split}.bin", "rb") as f:
+            compare(f.name, sha256_of(f.fileno()), meta[f"{split}_sha256"])
     return meta
 
 
-def verify_split(folder, split, meta):
-    path = Path(folder) / f"{split}.bin"
-    with open(path, "rb") as f:
-        if sha256_of(f) != meta[f"{split}_sha256"]:
-            raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
+def compare(path, found, expected):
+    if found != expected:
+        raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
 
 
-def sha256_of(file):
-    file.seek(0)
-    sha256 = hashlib.sha256()
-    while block := file.read(1 << 20):
-        sha256.update(block)
+def sha256_of(descriptor, seconds=10):
+    """The checksum of an open file. What takes long says how far it is, every so many seconds."""
+    with open(os.dup(descriptor), "rb") as f:
+        f.seek(0)
+        sha256, done, shown, size = hashlib.sha256(), 0, time.monotonic(), os.fstat(descriptor).st_size
+        while block := f.read(1 << 20):
+            sha256.update(block)
+            done += len(block)
+            if time.monotonic() - shown > seconds:
+                shown = time.monotonic()
+                print(f"checksum: {done / 1e9:.1f} of {size / 1e9:.1f} GB read", file=sys.stderr, flush=True)
     return sha256.hexdigest()
 
 
-def verify_once(folder, meta):
-    """verify, but for files whose size and time are as they were when they were found good (verified.json)."""
-    record = Path(folder) / "verified.json"
+def stamp(status):
+    """What changes with a file's contents. Nobody sets the last one back."""
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def checksums(folder, descriptors, meta=None):
+    """{split: SHA-256} of open files, compared with any of meta.json. A file is read once: a record
+    beside it remembers the checksum for as long as its size and times stay."""
+    record = Path(folder) / ("verified.json" if meta else HASHED)
     ours = record.is_file() or not os.path.lexists(record)  # a pipe would keep us waiting
     try:
-        known = json.loads(record.read_text(encoding="utf-8")) if ours else None
+        known = read_json(record) if ours else None
     except (OSError, ValueError, RecursionError):
         known = None
     good = {}
-    for split in SPLITS:
-        status = (Path(folder) / f"{split}.bin").stat()
-        good[split] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, meta[f"{split}_sha256"]]
-        if not (isinstance(known, dict) and known.get(split) == good[split]):
-            if status.st_size > 1e9:
-                print(f"checking {folder}/{split}.bin against its checksum, once", file=sys.stderr, flush=True)
-            verify_split(folder, split, meta)
+    for split, descriptor in descriptors.items():
+        path, now = f"{folder}/{split}.bin", stamp(os.fstat(descriptor))
+        entry = known.get(split) if isinstance(known, dict) else None
+        *then, checksum = entry if entry and isinstance(entry, list) else [None]
+        if then != now or not isinstance(checksum, str):
+            if now[0] > 1e9:
+                print(f"reading all of {path} for its checksum, once", file=sys.stderr, flush=True)
+            checksum = sha256_of(descriptor)
+            if stamp(os.fstat(descriptor)) != now:
+                raise PrepareError(f"{path} was changed by another program while it was read: start again later")
+        if meta:
+            compare(path, checksum, meta[f"{split}_sha256"])
+        good[split] = [*now, checksum]
     if known != good and ours:
         partial = Path(temporary.beside(record))
         with contextlib.suppress(OSError):  # a folder that is not ours to write to: checked at each start
@@ -506,6 +541,7 @@ def verify_once(folder, meta):
             os.replace(partial, record)
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)
+    return {split: checksum for split, (*_, checksum) in good.items()}
 
 
 # ---------------------------------------------------------------------------------------------- progress

@@ -157,11 +157,19 @@ def test_a_dataset_that_is_given_up_closes_its_files(tmp_path):
     assert len(set(open_files)) < 3
 
 
-def test_data_that_were_only_touched_are_still_the_data(tmp_path):
+@pytest.mark.parametrize("how", ["written", "touched", "put back"])
+def test_data_of_other_rights_are_still_the_data_and_those_of_another_time_are_not(tmp_path, how):
     folder = write_dataset(tmp_path, np.arange(500) % 64, np.arange(100) % 64)
-    data = batches.Dataset(folder, 16)
-    os.utime(os.path.join(folder, "train.bin"), ns=(1, 1))
+    data, path = batches.Dataset(folder, 16), tmp_path / "train.bin"
+    right, times = path.read_bytes(), path.stat()
+    path.chmod(0o600)
     data.check()
-    changed_in_place(folder, "written")
-    with pytest.raises(ConfigError, match="was changed"):
+    if how == "touched":
+        path.touch()
+    else:
+        path.write_bytes(bytes(500))
+    if how == "put back":
+        path.write_bytes(right)
+        os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ConfigError, match="was changed by another program while it was in use, at 20"):
         data.check()

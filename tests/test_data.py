@@ -1,5 +1,6 @@
 """Datasets: contents, splits, checksums, exact BPE, flat memory, atomic files, and errors that say what to do."""
 
+import errno
 import json
 import os
 import random
@@ -14,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from configurator import ConfigError
 from data import hub, tokens
 from data.openwebtext import prepare as openwebtext
 from data.python import prepare as python_sources
 from data.stdlib import prepare as stdlib
 from data.text import prepare as text
 from data.wikitext import prepare as wikitext
+from trainer import batches
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARED = ROOT.parent / "shared" / "data"
@@ -227,6 +230,81 @@ def test_text_without_line_ends_is_split_between_words_or_characters(tmp_path, d
     text.prepare([tmp_path / "a.txt"], tmp_path / "out", val_fraction=0.3, quiet=True)
     (train,), (val,) = contents(tmp_path / "out", "train"), contents(tmp_path / "out", "val")
     assert train.decode() + val.decode() == data
+
+
+def prepared(tmp_path, *options):
+    return text.main([str(tmp_path / "in"), f"--out={tmp_path / 'out'}", *options])
+
+
+@pytest.fixture
+def sources(tmp_path):
+    """A folder of texts, and a text outside of it."""
+    (tmp_path / "in" / "sub").mkdir(parents=True)
+    for name in ("in/a.txt", "in/sub/b.txt", "outside.txt"):
+        (tmp_path / name).write_text(f"text of {name}\n" * 1000)
+    return tmp_path
+
+
+def test_a_folder_that_may_not_be_read_is_refused(sources, monkeypatch, capsys):
+    scandir = os.scandir
+
+    def refuse(path):
+        if os.path.basename(path) == "sub":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert prepared(sources) == 2 and not (sources / "out").exists()
+    assert "sub cannot be read: Permission denied. Make it" in one_error_line(capsys.readouterr().err)
+    for call in (lambda: stdlib.library_files(sources / "in"), lambda: hub.find(str(sources / "in"), (".txt",))):
+        (sources / "in" / "json").mkdir(exist_ok=True)
+        monkeypatch.setattr(os, "scandir", lambda path: refuse(str(path).replace("json", "sub")))
+        with pytest.raises(tokens.PrepareError, match="Permission denied"):
+            call()
+
+
+@pytest.mark.parametrize("change", [lambda f: f.truncate(9), lambda f: f.seek(0, 2) and f.write(b"more"), lambda f: 0])
+@pytest.mark.parametrize("many", [False, True])
+def test_a_source_that_changes_while_it_is_read_is_refused(sources, monkeypatch, capsys, change, many):
+    for i in range(30 if many else 0):
+        (sources / "in" / f"{i}.txt").write_text("more text\n" * 500)
+    find, choose = text.find_files, tokens.choose_validation
+
+    def chosen(*about):
+        with open(sources / "in" / "sub" / "b.txt", "r+b") as f:
+            change(f)
+        return choose(*about)
+
+    assert find([sources / "in"])
+    monkeypatch.setattr(tokens, "choose_validation", chosen)
+    code, said = prepared(sources), capsys.readouterr().err
+    if os.path.getsize(sources / "in" / "sub" / "b.txt") == 21_000:
+        assert code == 0
+    else:
+        assert code == 2 and "b.txt was changed while it was read (21,000 bytes, then" in one_error_line(said)
+        assert not (sources / "out").exists()
+
+
+def test_links_out_of_the_folder_are_left_out_and_said(sources, capsys):
+    (sources / "in" / "z.txt").symlink_to("../outside.txt")
+    (sources / "in" / "more").symlink_to("..")
+    (sources / "in" / "again.txt").symlink_to("a.txt")
+    assert prepared(sources) == 0
+    said = capsys.readouterr().err
+    assert "left out 2 links that lead out of the given folders: " in said and "in/more -> ..; name a target" in said
+    held = (sources / "out" / "train.bin").read_bytes() + (sources / "out" / "val.bin").read_bytes()
+    assert b"outside" not in held and held.count(b"text of in/a.txt") == 1000
+    both = [str(sources / "in"), str(sources / "in" / "z.txt"), f"--out={sources / 'out'}"]
+    assert text.main(both) == 0 and b"outside" in (sources / "out" / "train.bin").read_bytes()
+    assert "left out 1 link that" in capsys.readouterr().err, "a link that is named is taken"
+
+
+@pytest.mark.parametrize("data", [b"x" * 300_000 + b"\0" + b"x", "some text\n".encode("utf-16") * 100])
+def test_a_nul_in_a_text_is_refused(sources, capsys, data):
+    (sources / "in" / "c.txt").write_bytes(data)
+    assert prepared(sources) == 2 and not (sources / "out").exists()
+    where = data.index(b"\0")
+    assert f"c.txt holds a NUL at byte {where:,}, so it is UTF-16 or no text" in one_error_line(capsys.readouterr().err)
 
 
 def test_a_huge_file_among_many_small_ones_is_split_by_position(tmp_path):
@@ -479,13 +557,56 @@ def test_a_second_writer_is_refused_and_leaves_the_living_one_alone(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["meta.json", "train.bin", "val.bin"]
 
 
+@pytest.mark.parametrize("content", ["5", '{"train": 5}', '{"train": []}', '{"train": [1]}', "[null]", "[" * 9999])
+def test_a_record_of_checksums_that_is_none_is_written_again(tmp_path, content):
+    meta = small_dataset(tmp_path)
+    checksums(tmp_path, meta)
+    right = (tmp_path / "verified.json").read_text()
+    (tmp_path / "verified.json").write_text(content)
+    assert checksums(tmp_path, meta)["train"] == meta["train_sha256"]
+    assert (tmp_path / "verified.json").read_text() == right
+
+
+def test_a_meta_json_that_would_fill_the_memory_is_refused(tmp_path):
+    small_dataset(tmp_path)
+    os.truncate(tmp_path / "meta.json", 5 << 30)
+    with pytest.raises(tokens.PrepareError, match="meta.json is damaged .ValueError: it has more than 16 MB"):
+        tokens.verify(tmp_path)
+    with pytest.raises(ConfigError, match="meta.json is not readable .it has more than 16 MB"):
+        batches.Dataset(str(tmp_path), 1)
+
+
+def test_a_checksum_that_takes_long_says_how_far_it_is(tmp_path, capsys):
+    with open(tmp_path / "large", "w+b") as f:
+        f.truncate(3 << 20)
+        tokens.sha256_of(f.fileno(), seconds=0)
+    assert "checksum: 0.0 of 0.0 GB read" in capsys.readouterr().err
+
+
+def checksums(folder, meta):
+    with open(folder / "train.bin") as train, open(folder / "val.bin") as val:
+        return tokens.checksums(folder, {"train": train.fileno(), "val": val.fileno()}, meta)
+
+
+def test_a_file_that_is_written_to_while_it_is_summed_up_is_refused(tmp_path, monkeypatch):
+    meta, sha256_of = small_dataset(tmp_path), tokens.sha256_of
+
+    def summed_up(descriptor):
+        os.utime(tmp_path / "train.bin", ns=(1, 1))
+        return sha256_of(descriptor)
+
+    monkeypatch.setattr(tokens, "sha256_of", summed_up)
+    with pytest.raises(tokens.PrepareError, match="train.bin was changed by another program while it was read"):
+        checksums(tmp_path, meta)
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="makes a pipe")
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("nowhere", path)])
 def test_something_else_in_the_place_of_verified_json_is_left_alone_and_not_waited_for(tmp_path, make):
     meta = small_dataset(tmp_path)
     make(tmp_path / "verified.json")
     before = os.lstat(tmp_path / "verified.json")
-    tokens.verify_once(tmp_path, meta)
+    checksums(tmp_path, meta)
     assert os.path.samestat(before, os.lstat(tmp_path / "verified.json"))
     assert sorted(os.listdir(tmp_path)) == ["meta.json", "train.bin", "val.bin", "verified.json"]
 

@@ -1,9 +1,16 @@
 import json
+import re
+import shutil
 
 import pytest
+import torch
 
+import plot
 import train
-from trainer import log
+import whatif
+from configurator import ConfigError
+from tests.conftest import TINY
+from trainer import checkpoint, log
 
 
 def test_every_line_is_json_also_for_values_that_are_not_finite(tmp_path, tiny_args):
@@ -12,7 +19,8 @@ def test_every_line_is_json_also_for_values_that_are_not_finite(tmp_path, tiny_a
     run_log.write({"step": 1, "tokens": 2, "a": float("nan"), "b": float("inf"), "c": 1.5})
     run_log.close()
     line = open(tmp_path / "log.jsonl").read()
-    assert json.loads(line, parse_constant=pytest.fail) == {"step": 1, "tokens": 2, "a": None, "b": None, "c": 1.5}
+    assert json.loads(line, parse_constant=pytest.fail) == {
+        "step": 1, "tokens": 2, "a": None, "b": None, "c": 1.5, "row": 0}
 
 
 def test_lines_after_the_checkpoint_are_dropped_on_resume_and_others_kept(tmp_path, tiny_args):
@@ -28,6 +36,87 @@ def test_lines_after_the_checkpoint_are_dropped_on_resume_and_others_kept(tmp_pa
     second.write({"step": 3, "tokens": 33})
     second.close()
     assert [(r["step"], r["tokens"]) for r in log.read(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 33)]
+
+
+@pytest.fixture(scope="module")
+def a_run(tmp_path_factory, tiny_data):
+    out = tmp_path_factory.mktemp("run")
+    train.main([f"--{k}={v}" for k, v in {**TINY, "dataset": tiny_data, "out_dir": out}.items()])
+    return out
+
+
+CHANGES = {
+    "missing": lambda lines: lines[:7] + lines[12:], "order": lambda lines: lines[:7] + lines[7:12][::-1] + lines[12:],
+    "first": lambda lines: lines[1:], "twice": lambda lines: lines[:9] + lines[8:], "end": lambda lines: lines[:-3],
+    "value": lambda lines: [re.sub(r'"train/loss": \d', '"train/loss": 9', line) for line in lines]}
+
+
+@pytest.mark.parametrize("how", CHANGES)
+@pytest.mark.parametrize("checkpoint", [True, False])
+@pytest.mark.parametrize("numbered", [True, False])
+def test_a_log_that_lacks_rows_or_has_others_is_refused(a_run, tmp_path, capsys, how, checkpoint, numbered):
+    out = shutil.copytree(a_run, tmp_path / "run", ignore=shutil.ignore_patterns(*[] if checkpoint else ["ckpt*"]))
+    lines = (out / "log.jsonl").read_text().splitlines(keepends=True)
+    if not numbered:  # as older versions wrote it
+        lines = [re.sub(r', "row": \d+', "", line) for line in lines]
+    (out / "log.jsonl").write_text("".join(CHANGES[how](lines)))
+    if checkpoint or how == "order" or numbered and how in ("missing", "first", "twice"):
+        for command in (whatif, plot):
+            with pytest.raises(SystemExit) as e:
+                command.main([str(out)])
+            said = capsys.readouterr().err
+            assert e.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1 and str(out / "log.jsonl") in said
+            assert "does not follow from the line before" in said or "is not the log that" in said
+    else:  # nobody can know
+        log.read(out)
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_log_with_values_that_are_no_numbers_is_refused(a_run, tmp_path, value):
+    text = (a_run / "log.jsonl").read_text()
+    (tmp_path / "log.jsonl").write_text(re.sub(r'"gns/norm": [\d.]+', f'"gns/norm": {value}', text))
+    with pytest.raises(ConfigError, match=r"line \d+ is not a row of a run's log"):
+        log.read(tmp_path)
+
+
+def test_a_log_that_a_damaged_checkpoint_does_not_know_is_read(a_run, tmp_path):
+    out = shutil.copytree(a_run, tmp_path / "run")
+    state = torch.load(out / "ckpt.pt", weights_only=True)
+    state["log"]["crc"] += 1
+    torch.save(state, out / "ckpt.pt")  # its own checksum is not there
+    assert log.read(out) == log.read(a_run)
+
+
+def test_a_log_that_was_mended_is_read_and_rows_stay_in_order(tmp_path, tiny_args):
+    def changed(change):
+        with open(tmp_path / "log.jsonl") as f:
+            lines = change(f.readlines())
+        with open(tmp_path / "log.jsonl", "w") as f:
+            f.writelines(lines)
+
+    config = train.configurator.parse(tiny_args(out_dir=tmp_path))
+    train.main(tiny_args(out_dir=tmp_path, stop_tokens=1600))
+    known, step = checkpoint.load(str(tmp_path))["log"], log.read(tmp_path)[-1]["step"]
+    changed(CHANGES["order"])
+    again = log.RunLog(config, resume_step=step, known=known)
+    again.event(step, 1600, again.news)
+    again.close()
+    rows = log.read(tmp_path)
+    assert "is kept as log.jsonl.damaged" in rows[-1]["event"] and [r["step"] for r in rows] == sorted(r["step"] for r in rows)
+    changed(CHANGES["missing"])
+    with pytest.raises(ConfigError, match="does not follow"):
+        log.read(tmp_path)
+
+
+def test_a_log_that_is_lost_right_after_a_resume_is_written_again_in_order(tmp_path, tiny_args):
+    train.main(tiny_args(out_dir=tmp_path, stop_tokens=1600))
+    before = log.read(tmp_path)
+    again = log.RunLog(train.configurator.parse(tiny_args(out_dir=tmp_path)), before[-1]["step"],
+                       known=checkpoint.load(str(tmp_path))["log"])
+    (tmp_path / "log.jsonl").unlink()
+    again.state()
+    again.close()
+    assert log.read(tmp_path)[:-1] == before
 
 
 @pytest.mark.parametrize("n, text", [(0, "0"), (999, "999"), (1234, "1.23k"), (3_000_000, "3M"), (2_219_950_080, "2.22B"),

@@ -47,7 +47,8 @@ def test_characters_train_resume_and_sample_after_one_line_of_assumptions(tmp_pa
     assert said == [f"{folder} has no meta.json, so it is read as nanoGPT's: token ids in uint16, {len(set(TEXT))} characters, "
                     "as meta.pkl says"]
     assert train.main([str(tmp_path / "run")]) == 0 and log.read(tmp_path / "run")[-1]["tokens"] >= 640
-    assert before == {name: os.stat(os.path.join(folder, name)) for name in os.listdir(folder)}, "nothing is written there"
+    left = {name: os.stat(os.path.join(folder, name)) for name in os.listdir(folder)}
+    assert left.pop("hashed.json") and left == before, "nothing else is written there"
     capsys.readouterr()
     assert sample.main([str(tmp_path / "run"), "--prompt=the ", "--tokens=20", "--device=cpu"]) == 0
     text = capsys.readouterr().out.rstrip("\n")
@@ -68,16 +69,35 @@ def test_without_meta_pkl_the_ids_are_gpt2s(tmp_path):
     assert plan.vocabulary(type("C", (), {"dataset": folder, "block_size": 16}))[0] == 50257
 
 
-def test_another_file_of_the_same_length_is_another_dataset(tmp_path, capsys):
-    folder = write(tmp_path / "d")
+@pytest.mark.parametrize("change", [lambda ids: ids[::-1], lambda ids: np.where(np.arange(len(ids)) == 2345, 0, ids)])
+def test_another_file_of_the_same_length_is_another_dataset(tmp_path, monkeypatch, capsys, change):
+    folder = write(tmp_path / "d", text=TEXT * 60)  # long enough that a sample of it would miss one id
+    path = os.path.join(folder, "train.bin")
     first = batches.Dataset(folder, 16).meta["train_sha256"]
-    assert batches.Dataset(folder, 16).meta["train_sha256"] == first
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "sha256_of", lambda *_: pytest.fail("read again"))
+        assert batches.Dataset(folder, 16).meta["train_sha256"] == first
     train.main(arguments(folder, tmp_path / "run", stop_tokens=320))
-    ids = np.fromfile(os.path.join(folder, "train.bin"), np.uint16)
-    ids[::-1].tofile(os.path.join(folder, "train.bin"))
+    times = os.stat(path)
+    change(np.fromfile(path, np.uint16)).tofile(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(SystemExit):
         train.main([str(tmp_path / "run")])
     assert "has other contents than the checkpoint's" in capsys.readouterr().err
+
+
+def test_other_characters_behind_the_same_ids_are_another_dataset(tmp_path, capsys):
+    folder = write(tmp_path / "d")
+    train.main(arguments(folder, tmp_path / "run", stop_tokens=320))
+    write(tmp_path / "d", vocabulary=sorted(set(TEXT))[::-1], text=TEXT[::-1])
+    for name in ("train.bin", "val.bin"):
+        os.unlink(os.path.join(folder, name))
+    write(tmp_path / "e")
+    for name in ("train.bin", "val.bin"):
+        os.rename(tmp_path / "e" / name, tmp_path / "d" / name)
+    with pytest.raises(SystemExit):
+        train.main([str(tmp_path / "run")])
+    assert "(it was prepared anew; characters in meta.json)" in capsys.readouterr().err
 
 
 class Evil:

@@ -251,7 +251,7 @@ def test_a_flipped_bit_in_the_data_is_found_once_and_a_good_file_is_read_once(tm
     folder = write_dataset(tmp_path / "data", np.arange(500) % 64, np.arange(100) % 64)
     batches.Dataset(folder, 16)
     with monkeypatch.context() as patch:
-        patch.setattr("data.tokens.verify_split", lambda *_: pytest.fail("read again"))
+        patch.setattr("data.tokens.sha256_of", lambda *_: pytest.fail("read again"))
         batches.Dataset(folder, 16)
     path = tmp_path / "data" / "train.bin"
     data = bytearray(path.read_bytes())
@@ -268,10 +268,10 @@ def test_a_bad_edit_of_batch_file_leaves_the_last_good_one(tmp_path, text):
     path.write_text("0 8")
     batch_schedule = schedule.build(Config(batch_schedule="file", batch_file=str(path)), 8)
     path.write_text(text)
-    assert "the last good one stays in force" in batch_schedule.accept(batch_schedule.poll())
+    assert batch_schedule.poll() is None and "the last good one stays" in batch_schedule.accept(batch_schedule.poll())
     path.unlink()
     os.mkfifo(path)
-    assert "the last good one stays in force" in batch_schedule.accept(batch_schedule.poll())
+    assert batch_schedule.poll() is None and "the last good one stays" in batch_schedule.accept(batch_schedule.poll())
     assert batch_schedule.at(0) == 8
 
 
@@ -450,19 +450,29 @@ def test_numbers_of_a_sweep_that_it_did_not_write_are_refused_in_words(tmp_path,
         common.read_json(str(tmp_path / "sweep.json"))
 
 
-@pytest.mark.parametrize("how", ["cut", "written"])
+@pytest.mark.parametrize("kind", ["own", "nanogpt"])
+@pytest.mark.parametrize("how", ["cut", "written", "put back", "put back with its times"])
 def test_a_run_whose_data_change_ends_in_one_line_and_goes_on_with_the_right_ones_bit_for_bit(
-        tmp_path, tiny_args, tiny_data, monkeypatch, capsys, how):
-    train.main(tiny_args(out_dir=tmp_path / "whole"))
-    data = shutil.copytree(tiny_data, tmp_path / "data")
+        tmp_path, tiny_args, tiny_data, monkeypatch, capsys, kind, how):
+    data = tmp_path / "data"
+    if kind == "own":
+        shutil.copytree(tiny_data, data)
+    else:
+        data.mkdir()
+        for name in ("train.bin", "val.bin"):
+            np.fromfile(os.path.join(tiny_data, name), np.uint8).astype(np.uint16).tofile(data / name)
+    train.main(tiny_args(out_dir=tmp_path / "whole", dataset=data))
     path, measure, calls = data / "train.bin", train.validation_loss, []
-    right = path.read_bytes()
+    right, times = path.read_bytes(), path.stat()
 
     def meddle(*args):
         calls.append(1)
         if len(calls) == 2:  # in the middle of the run
-            with open(path, "r+b") as f:
-                f.truncate(10) if how == "cut" else f.write(bytes(3000))
+            path.write_bytes(right[:10] if how == "cut" else bytes(len(right)))
+            if "back" in how:
+                path.write_bytes(right)
+            if "times" in how:
+                os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
         return measure(*args)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as e:
         patch.setattr(train, "validation_loss", meddle)
@@ -470,10 +480,33 @@ def test_a_run_whose_data_change_ends_in_one_line_and_goes_on_with_the_right_one
         train.main(tiny_args(out_dir=tmp_path / "run", dataset=data))
     said = capsys.readouterr().err
     assert e.value.code == 2 and said.count("\n") == 1 and "train.bin was changed by another program" in said
+    if "back" not in how:
+        with pytest.raises(SystemExit):
+            train.main(tiny_args(out_dir=tmp_path / "run", dataset=data, resume="True"))
     path.write_bytes(right)
     assert train.main(tiny_args(out_dir=tmp_path / "run", dataset=data, resume="True")) == 0
     saved = [checkpoint.load(str(tmp_path / name))["model"] for name in ("whole", "run")]
     assert all(torch.equal(saved[0][k], saved[1][k]) for k in saved[0])
+
+
+@pytest.mark.parametrize("how", ["chmod", "link", "unlink", "replace"])
+def test_rights_and_names_of_data_may_change_under_a_run(tmp_path, tiny_args, tiny_data, monkeypatch, how):
+    data = shutil.copytree(tiny_data, tmp_path / "data")
+    path, measure = data / "train.bin", train.validation_loss
+
+    def meddle(*args):
+        if how == "chmod" and path.stat().st_mode & 0o77:
+            path.chmod(0o600)
+        elif how == "link" and not (data / "second").exists():
+            (data / "second").hardlink_to(path)
+        elif how == "unlink":
+            path.unlink(missing_ok=True)
+        elif how == "replace":
+            (data / "new").write_bytes(b"x")
+            os.replace(data / "new", path)
+        return measure(*args)
+    monkeypatch.setattr(train, "validation_loss", meddle)
+    assert train.main(tiny_args(out_dir=tmp_path / "run", dataset=data)) == 0
 
 
 def test_the_validation_loss_of_data_that_change_is_not_told(tmp_path, tiny_args, tiny_data, monkeypatch, capsys):

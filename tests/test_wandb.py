@@ -204,6 +204,48 @@ def test_online_the_server_gets_what_it_lacks_and_nothing_that_it_has(tmp_path, 
         assert summary["tokens"] == log.read(out)[-1]["tokens"]
 
 
+WATCHED = """
+import json, os, signal, subprocess, sys, urllib.request
+sys.path.insert(0, {root!r})
+import train
+from trainer import run, wandb_log
+wandb_log.FINISH_TIMEOUT, wandb_log.PATIENCE = 4, 0.5
+show, victim = run.Run.show, sys.argv.pop(1)
+def shown(self, row):
+    show(self, row)
+    if row["step"] == 5 and victim == "service":
+        listed = subprocess.run(["ps", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
+        for line in listed.splitlines():
+            if "wandb-core" in line:
+                os.kill(int(line.split()[0]), signal.SIGKILL)
+    if row["step"] == 5 and victim == "server":
+        urllib.request.urlopen(os.environ["WANDB_BASE_URL"] + "/die").close()
+run.Run.show = shown
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("victim", ["service", "server"])
+def test_a_run_outlives_wandb_and_says_how_to_send_what_it_lacks(tmp_path, tiny_args, nobody, victim):
+    out = tmp_path / "run"
+    with serve() as server:
+        env = {**os.environ, **nobody, "WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-c", WATCHED.format(root=ROOT), victim, *tiny_args(out_dir=out, wandb_log=True)]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        runs = server.runs
+    assert done.returncode == 0 and "Traceback" not in done.stderr and log.read(out)[-1]["tokens"] >= 3200, done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("wandb:")]
+    assert said[-1] == f"wandb: the upload is incomplete; to send the rest: python -m trainer.wandb_log {out}"
+    assert ("wandb: waiting for the last upload, at most 4 s" in said) == (victim == "server")
+    with serve() as server:
+        server.runs = runs
+        sent = subprocess.run([sys.executable, "-m", "trainer.wandb_log", str(out)], cwd=ROOT, capture_output=True, text=True,
+                              env={**env, "WANDB_BASE_URL": server.url}, timeout=300)
+        assert sent.returncode == 0 and "incomplete" not in sent.stdout, sent.stderr
+        (only,) = server.runs.values()
+        assert steps(only) == sorted({row["step"] for row in log.read(out)}), "each step once"
+
+
 ASK = """
 import json, os, sys
 sys.path.insert(0, {root!r})

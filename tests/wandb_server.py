@@ -20,6 +20,12 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
+    def handle_one_request(self):
+        if self.server.dead:  # nobody is answered any more
+            self.close_connection = True
+        else:
+            super().handle_one_request()
+
     def body(self):
         data = b""
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -42,6 +48,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         self.reply({})
+        self.server.dead |= self.path == "/die"
 
     def do_PUT(self):
         self.body()
@@ -99,6 +106,7 @@ def serve():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.handle_error = lambda *_: None  # a client that was killed
     server.url, server.runs = f"http://127.0.0.1:{server.server_port}", {}
+    server.dead = False
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

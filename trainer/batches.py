@@ -4,8 +4,8 @@ the window at hash(seed, n) mod (len - block_size). The same examples come in th
 micro-batch, the accumulation or the number of processes, and resuming needs one integer.
 """
 
-import json
 import os
+import time
 import weakref
 
 import numpy as np
@@ -70,13 +70,14 @@ class Dataset:
         self.tokenizer = self.meta["tokenizer"]
         self.counts = {split: self.meta[f"{split}_tokens"] for split in ("train", "val")}
         self.tokens = {split: self._open(split) for split in ("train", "val")}
-        if not self.assumed:
-            said_as_config_error(lambda: tokens.verify_once(self.folder, self.meta))
+        found = said_as_config_error(lambda: tokens.checksums(
+            self.folder, {split: ids.descriptor for split, ids in self.tokens.items()}, None if self.assumed else self.meta))
+        for split, ids in self.tokens.items():
+            ids.checksum = self.meta[f"{split}_sha256"] = found[split]
 
     def _read_meta(self, dataset):
         try:
-            with open(os.path.join(self.folder, "meta.json"), encoding="utf-8") as f:
-                meta = json.load(f)
+            meta = tokens.read_json(os.path.join(self.folder, "meta.json"))
             tokens.check_meta(meta)
             return meta
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
@@ -98,7 +99,7 @@ class Dataset:
         if expected <= self.block_size:
             raise ConfigError(f"block_size={self.block_size}: {path} has only {expected} tokens; "
                               f"take block_size below {expected}")
-        return OpenTokens(path, self.dtype, self.meta[f"{split}_sha256"])
+        return OpenTokens(path, self.dtype)
 
     def check(self):
         """Refuse data that somebody changed while they were in use."""
@@ -138,8 +139,10 @@ class OpenTokens:
     """The ids in a file that stays open: what takes its name later is not read. A file that is mapped and cut would end the
     process; of this one a read comes out short."""
 
-    def __init__(self, path, dtype, checksum):
-        self.path, self.dtype, self.checksum = path, dtype, checksum
+    checksum = None  # of the whole file, once it is known
+
+    def __init__(self, path, dtype):
+        self.path, self.dtype = path, dtype
         self.descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
         weakref.finalize(self, os.close, self.descriptor)
         self.status = os.fstat(self.descriptor)
@@ -159,19 +162,24 @@ class OpenTokens:
         return np.frombuffer(data, self.dtype).reshape(len(starts), length)
 
     def check(self):
-        """Another size is a change. Other times, as by touch, chmod or a link, are one where the checksum differs."""
-        now = os.fstat(self.descriptor)
-        if now.st_size != self.status.st_size:
+        """A file that was written to was changed, even if all was put back since. chmod, a link or a removal change nothing."""
+        old, now = self.status, os.fstat(self.descriptor)
+        if (now.st_size, now.st_mtime_ns) != (old.st_size, old.st_mtime_ns):
             raise self.changed()
-        if (now.st_mtime_ns, now.st_ctime_ns) != (self.status.st_mtime_ns, self.status.st_ctime_ns):
-            with open(os.dup(self.descriptor), "rb") as f:
-                if (nanogpt.fingerprint if self.checksum.startswith(nanogpt.SAMPLED) else tokens.sha256_of)(f) != self.checksum:
-                    raise self.changed()
+        if now.st_ctime_ns != old.st_ctime_ns and (
+                rights(now) == rights(old) or tokens.sha256_of(self.descriptor) != self.checksum):
+            raise self.changed()
         self.status = now
 
     def changed(self):
-        return ConfigError(f"{self.path} was changed by another program while it was in use: what was computed since may be "
-                           "wrong and is not saved. Restore it, or prepare it again")
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.fstat(self.descriptor).st_ctime))
+        return ConfigError(f"{self.path} was changed by another program while it was in use, at {when}: what was computed "
+                           "since may be wrong and is not saved. Restore it, or prepare it again")
+
+
+def rights(status):
+    """What else a new st_ctime may be from."""
+    return status.st_mode, status.st_nlink, status.st_uid, status.st_gid
 
 
 def seek_and_read(file, size, at):

@@ -302,8 +302,8 @@ def check_same_run(state, config, data, branch=False):
             typed = " ".join(f"--{k}={getattr(config, k)}" for k in differ)
             other = f"start a new run from this one's checkpoint with python train.py --branch_from={config.out_dir} {typed}"
         raise ConfigError(f"{what}: {listed}; give the old value, or {other}")
-    differ = [k for k in ("train_sha256", "val_sha256", "vocab_size", "dtype", "tokenizer")
-              if k in state["data"] and state["data"][k] != data[k]]
+    differ = [k for k in ("train_sha256", "val_sha256", "vocab_size", "dtype", "tokenizer", "characters")
+              if k in state["data"] and state["data"][k] != data.get(k)]
     if differ:
         raise ConfigError(f"{what}: dataset={config.dataset!r} has other contents than the checkpoint's (it was prepared anew; "
                           f"{', '.join(differ)} in meta.json): restore it, or start a new out_dir")

@@ -11,25 +11,63 @@ import sys
 import time
 import zlib
 
+import torch
+
 from configurator import ConfigError
 from trainer import checkpoint, screen
 
 NAME = "log.jsonl"
 START = b'{"step":'  # of each row
+SAID = "is not what it was when the checkpoint was written", "was changed by another program while the run went on"  # in a row
 TIMES = {"seconds", "dt_ms", "tok_per_sec", "mfu"}  # never undetermined, nor below zero
-COUNTS = {"step": 0, "tokens": 0, "examples": 0, "bad_steps": 0, "batch_size": 1, "accum": 1}  # whole numbers, at least so many
+COUNTS = {"step": 0, "tokens": 0, "examples": 0, "bad_steps": 0, "batch_size": 1, "accum": 1,
+          "row": 0}  # whole numbers, at least so many; row is the number of a line
 
 
-def read(out_dir):
-    """The rows of a run's log; a last line cut off by a kill is left out. Any other line that is no row is an error: what
-    follows from half a log would be wrong in silence."""
-    path = os.path.join(out_dir, NAME)
-    lines = read_bytes(path).split(b"\n")[:-1]
-    rows = [row_of(line) for line in lines]
+def read(out_dir, newest=None):
+    """The rows of a run's log; a last line cut off by a kill is left out. Any other line that is no row, that is missing or in
+    another place is an error: what follows from half a log would be wrong in silence. newest: checkpoint, {} for none."""
+    path, newest = os.path.join(out_dir, NAME), newest_checkpoint(out_dir) if newest is None else newest
+    data = read_bytes(path)
+    rows = [row_of(line) for line in data.split(b"\n")[:-1]]
     if None in rows:
         raise ConfigError(f"{path}: line {rows.index(None) + 1} is not a row of a run's log: the file is damaged, or not from "
                           "train.py")
+    if (wrong := out_of_place(rows)) is not None:
+        raise ConfigError(f"{path}: line {wrong + 1} does not follow from the line before: lines are missing, or in another "
+                          "order; restore the file from a copy")
+    if newest and not begins_as(data, newest["log"]) and not checkpoint.trouble(newest["path"]) and not any(
+            row["step"] >= newest["state"]["step"] and any(words in row.get("event", "") for words in SAID) for row in rows):
+        raise ConfigError(f"{path} is not the log that {newest['path']} was saved with: lines are missing from it, or were "
+                          "changed; restore the file from a copy")
+    for row in rows:
+        row.pop("row", None)
     return rows
+
+
+def newest_checkpoint(out_dir):
+    """What it says of itself, in which a damaged part may stay unseen; {} for none that can be read."""
+    with contextlib.suppress(Exception):
+        path = checkpoint.saved_in(out_dir)[0]
+        if os.path.isfile(path):
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            return {"path": path, "state": {"step": int(state["state"]["step"])},
+                    "log": {key: int(state["log"][key]) for key in ("size", "crc")}}
+    return {}
+
+
+def begins_as(data, known):
+    kept = data[:known["size"]]
+    return (len(kept), zlib.crc32(kept)) == (known["size"], known["crc"])
+
+
+def out_of_place(rows):
+    """The first row that does not follow from the one before, None where all do. Rows of older versions have no number."""
+    return next((i for i, row in enumerate(rows) if row.get("row", i) != i or not follows(row, rows[i - 1:i])), None)
+
+
+def follows(row, before):
+    return all(row["step"] >= other["step"] and row["tokens"] >= other["tokens"] for other in before)
 
 
 def read_bytes(path):
@@ -64,8 +102,11 @@ def readable(data, step):
     """(rows, their bytes) up to a step, of a file that is damaged."""
     lines = data.split(b"\n")[:-1]
     rows = [row_of(line) or row_of(line[max(0, line.rfind(START)):]) for line in lines]  # one may begin behind a torn one
-    rows = [row for row in rows if row and row["step"] <= step]
-    return rows, "".join(json.dumps(row) + "\n" for row in rows).encode()
+    rows, kept = sorted((row for row in rows if row and row["step"] <= step), key=lambda row: row["step"]), []
+    for row in rows:
+        if follows(row, kept[-1:]):
+            kept.append({**row, "row": len(kept)})
+    return kept, "".join(json.dumps(row) + "\n" for row in kept).encode()
 
 
 def steps(rows):
@@ -88,15 +129,15 @@ class RunLog:
     def __init__(self, config, resume_step=None, wandb_id=None, known=None):
         """known: state() of the log when the checkpoint of resume_step was written; None where the log begins there."""
         self.config, self.path = config, os.path.join(config.out_dir, NAME)
-        self.size = self.crc = 0
-        self.newest = resume_step or 0, 0  # step and tokens of the last row
+        self.size = self.crc = self.rows = 0
+        self.newest = 0, 0  # step and tokens of the last row
         self.news = self.reopen(resume_step, known) if known else self.begin()  # what is lost of the file, in words
         self.file = open(self.path, "a+b")
         self.bar = sys.stdout.isatty()
         self.wandb = None
         if config.wandb_log:
             from trainer import wandb_log
-            self.wandb = wandb_log.WandbLog(config, wandb_id, read(config.out_dir))
+            self.wandb = wandb_log.WandbLog(config, wandb_id, read(config.out_dir, newest={}))
 
     def reopen(self, step, known):
         """Go back to the rows that the checkpoint knows: the resumed run writes the later ones again. A file that does not
@@ -106,7 +147,7 @@ class RunLog:
             data = read_bytes(self.path)
             checkpoint.unshare(self.path)
         kept, rest = data[:known["size"]], data[known["size"]:]
-        if (len(kept), zlib.crc32(kept)) == (known["size"], known["crc"]):
+        if begins_as(data, known):
             words = None
             if rest:
                 say(f"{rest.count(10)} rows of the log are newer than the checkpoint, of step {step}: they are written again")
@@ -114,10 +155,12 @@ class RunLog:
         else:
             rows, kept = readable(data, step)
             aside = self.put(kept)
-            words = (f"{self.path} is not what it was when the checkpoint was written: " + (
+            words = (f"{self.path} {SAID[0]}: " + (
                      f"it is kept as {aside}, {len(rows)} rows of it can be read and stay" if data else
                      "it is gone, the rows before this one are lost"))
-        self.size, self.crc = len(kept), zlib.crc32(kept)
+        self.size, self.crc, self.rows = len(kept), zlib.crc32(kept), kept.count(b"\n")
+        last = row_of(kept[:-1].rpartition(b"\n")[2]) or {"step": step, "tokens": 0}
+        self.newest = last["step"], last["tokens"]
         return words
 
     def begin(self):
@@ -137,13 +180,13 @@ class RunLog:
 
     def write(self, row):
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-        line = (json.dumps(row) + "\n").encode()
+        line = (json.dumps({**row, "row": self.rows}) + "\n").encode()
         try:
             self.file.write(line)
             self.file.flush()
         except OSError as e:
             raise OSError(e.errno, e.strerror, self.path) from None
-        self.size, self.crc = self.size + len(line), zlib.crc32(line, self.crc)
+        self.size, self.crc, self.rows = self.size + len(line), zlib.crc32(line, self.crc), self.rows + 1
         self.newest = row["step"], row["tokens"]
         if self.wandb:
             self.wandb.write(row)
@@ -170,8 +213,8 @@ class RunLog:
         rows, kept = (None, data) if whole else readable(data, self.newest[0])
         aside = self.put(kept)
         self.file.close()
-        self.file, self.size, self.crc = open(self.path, "a+b"), len(kept), zlib.crc32(kept)
-        return (f"{self.path} was changed by another program while the run went on: "
+        self.file, self.size, self.crc, self.rows = open(self.path, "a+b"), len(kept), zlib.crc32(kept), kept.count(b"\n")
+        return (f"{self.path} {SAID[1]}: "
                 + (f"what was there is kept as {aside}, " if aside else "")
                 + ("all rows are written again" if whole else f"{len(rows)} rows can be read and stay"))
 

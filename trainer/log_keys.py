@@ -142,6 +142,7 @@ def page():
     text = ["# Log keys", "",
             "`log.jsonl` in the run folder has one JSON object per line. [wandb](wandb.md) gets the same values, under names",
             "that it sorts into sections. This page is written from `trainer/log_keys.py` by `python results/render.py`.", "",
+            "`row` in each line is its number, from 0: a file that lacks lines, or has them in another order, is refused.", "",
             "`{group}`, `{end}`, `{part}`, `{i}` and `{k}` stand for the names and numbers in the tables at the end."]
     for section, about in SECTIONS.items():
         text += ["", f"## {section}", "", about, "", "| key | unit | meaning | in wandb |", "|---|---|---|---|"]

@@ -73,12 +73,7 @@ def read(folder):
         rows = log.read(folder)
     except OSError as e:
         raise ConfigError(f"{folder}: no readable {log.NAME} ({e.strerror}): give the folder of a run, its out_dir") from None
-    steps = []
-    for row in rows:
-        if "train/loss" in row and "batch_size" in row:
-            while steps and steps[-1]["step"] >= row["step"]:  # written again after a resume
-                steps.pop()
-            steps.append(row)
+    steps = [row for row in rows if "train/loss" in row and "batch_size" in row]
     if not steps:
         raise ConfigError(f"{folder}: its {log.NAME} has no logged step yet: wait for the first (log_interval steps)")
     try:

@@ -255,6 +255,7 @@ class Run:
         self.blown_up = blown_up
 
     def evaluated(self, loss):
+        self.check_data()
         count = self.count
         self.val_loss = loss if np.isfinite(loss) else None
         if count.step == 0:

@@ -22,6 +22,7 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 
 import schedule
 from configurator import ConfigError
@@ -30,10 +31,13 @@ from trainer import checkpoint, lock, log, log_keys, noise_scale, predict
 
 PROJECT = "rightbatch"
 INIT_TIMEOUT = 10  # seconds to wait for the server before the run goes offline
-FINISH_TIMEOUT = 120  # seconds to wait for the last upload; the rest stays in wandb's folder
+FINISH_TIMEOUT = 120  # seconds to wait for the last upload
+PATIENCE = 3  # seconds of it without a word
 
 
 class WandbLog:
+    lost = None  # why wandb lacks a part of the run
+
     def __init__(self, config, run_id=None, rows=()):
         """rows: of log.jsonl so far."""
         self.config = config
@@ -55,19 +59,38 @@ class WandbLog:
     def send(self):
         """The collected rows, if wandb does not have their step."""
         if self.values and self.step > self.sent:
-            self.run.log(self.values, step=self.step, commit=True)
+            self.attempt(lambda: self.run.log(self.values, step=self.step, commit=True))
             self.sent = self.step
         self.values = {}
 
+    def attempt(self, act):
+        """wandb's own process may have ended, or its server: that ends no run."""
+        if self.lost:
+            return
+        try:
+            act()
+        except Exception as e:
+            self.lost = first_line(e)
+            log.say(f"wandb: {self.lost}: it lacks a part of the run, which log.jsonl has")
+
     def close(self, words=""):
-        """words: what the run said at its end; none where it will go on."""
+        """words: what the run said at its end; none where it will go on. Whether all was sent, or written to be sent."""
         if words:
-            self.values |= media(self.config, words)
+            self.attempt(lambda: self.values.update(media(self.config, words)))
         self.send()
-        self.run.summary.update(summary(self.config.out_dir))
-        self.run.finish()
-        if self.offline:
+        self.attempt(lambda: self.run.summary.update(summary(self.config.out_dir)))
+        waiting = threading.Timer(PATIENCE, log.say, [f"wandb: waiting for the last upload, at most {FINISH_TIMEOUT} s"])
+        waiting.start()
+        self.attempt(self.run.finish)
+        waiting.cancel()
+        if self.lost:
+            with contextlib.suppress(Exception):  # or it would try again when Python ends, and say so in a traceback
+                sys.modules["wandb"].teardown()
+            log.say("wandb: the upload is incomplete; to send the rest: python -m trainer.wandb_log "
+                    f"{shlex.quote(self.config.out_dir)}")
+        elif self.offline:
             log.say(f"wandb: offline; to send the run: {sync_command(self.run)}")
+        return not self.lost
 
 
 # -- starting
@@ -83,7 +106,8 @@ def start(config, run_id):
                    entity=config.wandb_entity or None, group=config.wandb_group or None, notes=config.wandb_notes or None,
                    job_type=config.wandb_job_type or None, dir=config.out_dir, config=settings_and_facts(config),
                    tags=[tag.strip() for tag in config.wandb_tags.split(",") if tag.strip()] or None,
-                   settings=wandb.Settings(silent=True, init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT))
+                   settings=wandb.Settings(silent=True, init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT,
+                                           finish_timeout_raises=True))
     try:
         run = wandb.init(mode=mode, **options, **({"resume": "allow"} if mode == "online" else {}))
     except Exception as e:
@@ -213,8 +237,7 @@ def main(argv=None):
     config.out_dir = argv[0]
     with lock.only_writer(argv[0], ConfigError):
         rows = log.read(argv[0])
-        WandbLog(config, known_id(argv[0]), rows).close(closing.closing(config))
-    return 0
+        return int(not WandbLog(config, known_id(argv[0]), rows).close(closing.closing(config)))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,9 @@ def package_texts(package: str) -> dict:
         raise tokens.PrepareError(f"{package} is not installed: pip install -r requirements.txt") from None
     outside = stdlib.TEST_FOLDERS | {".."}
     own = sorted(f for f in files if f.suffix == ".py" and not outside & set(f.parts))
-    return stdlib.readable({f.as_posix(): f.locate().read_bytes() for f in own if f.locate().is_file()})
+    if lost := [str(f) for f in own if not f.locate().is_file()]:
+        raise tokens.PrepareError(f"{lost[0]} is missing: pip install --force-reinstall {package}")
+    return stdlib.readable({f.as_posix(): f.locate().read_bytes() for f in own})
 
 
 def prepare(out_dir=None, quiet=False, requirements=REQUIREMENTS) -> dict:

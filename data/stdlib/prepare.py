@@ -24,7 +24,7 @@ TEST_FOLDERS = {"test", "tests", "idle_test", "__pycache__"}  # tests would be t
 def library_files(library: Path) -> list[Path]:
     """All *.py of the standard library, sorted. Only its own modules: no site-packages, no sitecustomize."""
     paths = []
-    for folder, subfolders, names in os.walk(library):
+    for folder, subfolders, names in tokens.walk(library) if library.is_dir() else ():
         top = Path(folder).relative_to(library).parts[:1]
         subfolders[:] = [s for s in subfolders if s not in TEST_FOLDERS and (top or s in sys.stdlib_module_names)]
         paths += [Path(folder, n) for n in names if n.endswith(".py") and (top or n[:-3] in sys.stdlib_module_names)]

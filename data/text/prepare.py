@@ -1,4 +1,5 @@
-"""Your own text: files, or folders with *.txt and *.md files at any depth (hidden folders are left out).
+"""Your own text: files, or folders with *.txt and *.md files at any depth. Hidden folders are left out, and
+links that lead out of the folder: name their targets to take them.
 
     python data/text/prepare.py notes/ book.txt --out=data/mytext
     python data/text/prepare.py notes/ book.txt --out=data/mytext --tokenizer=gpt2 --val_fraction=0.05
@@ -26,25 +27,36 @@ MIN_FILES = 20  # below this, whole files would make a poor sample for validatio
 BLOCK = tokens.UNIT  # bytes read at a time
 
 
-def find_files(paths) -> list[tuple[str, Path, int]]:
-    """(name, path, size) of all files: as given, or sorted within a folder and named relative to it."""
-    found, seen = [], set()
+def find_files(paths) -> list[tuple[str, Path, os.stat_result]]:
+    """(name, path, status) of all files: as given, or sorted within a folder and named relative to it."""
+    found, seen, roots, outside = [], set(), [os.path.realpath(path) for path in paths], []
+
+    def leads_out(path):
+        target = Path(os.path.realpath(path))
+        return os.path.islink(path) and not any(target.is_relative_to(root) for root in roots)
+
     for given in map(Path, paths):
         if given.is_dir():
             inside = []
-            for folder, subfolders, names in os.walk(given):
+            for folder, subfolders, names in tokens.walk(given):
                 subfolders[:] = [s for s in subfolders if not s.startswith(".")]
-                inside += [Path(folder, n) for n in names if Path(n).suffix.lower() in SUFFIXES]
+                texts = [Path(folder, n) for n in names if Path(n).suffix.lower() in SUFFIXES]
+                outside += [path for path in [*texts, *(Path(folder, s) for s in subfolders)] if leads_out(path)]
+                inside += [path for path in texts if not leads_out(path)]
             files = sorted((path.relative_to(given).as_posix(), path) for path in inside)
         elif given.exists():
             files = [(given.name, given)]
         else:
             raise tokens.PrepareError(f"{given}: no such file or folder")
         for name, path in files:
-            size = path.stat().st_size
-            if size and (real := path.resolve()) not in seen:
+            status = path.stat()
+            if status.st_size and (real := path.resolve()) not in seen:
                 seen.add(real)
-                found.append((name, path, size))
+                found.append((name, path, status))
+    if outside:
+        first, number = min(outside), tokens.counted(len(outside), "link")
+        example = f"{first} -> {os.readlink(first)}; name a target to take it"
+        print(f"warning: left out {number} that lead out of the given folders: {example}", file=sys.stderr)
     if not found:
         where = ", ".join(map(str, paths))
         raise tokens.PrepareError(f"no text in {where}: expected *.txt or *.md files that are not empty")
@@ -65,12 +77,20 @@ def tail_start(path, size, fraction) -> int:
     return start
 
 
-def read_blocks(path, start, end):
+def read_blocks(path, start, end, status):
+    """The bytes from start to end of a file that is as it was when it was found."""
     with open(path, "rb") as f:
         f.seek(start)
         while start < end and (block := f.read(min(BLOCK, end - start))):
+            if (at := block.find(b"\0")) >= 0:
+                what = f"{path} holds a NUL at byte {start + at:,}, so it is UTF-16 or no text"
+                raise tokens.PrepareError(f"{what}: convert it to UTF-8, or move it away")
             start += len(block)
             yield block
+        now = os.fstat(f.fileno())
+        if tokens.stamp(now)[:2] != tokens.stamp(status)[:2]:
+            sizes = f"{status.st_size:,} bytes, then {now.st_size:,}"
+            raise tokens.PrepareError(f"{path} was changed while it was read ({sizes}): prepare a copy of it")
 
 
 def decode(blocks, replaced):
@@ -88,24 +108,25 @@ def prepare(paths, out_dir, tokenizer="bytes", val_fraction=0.05, quiet=False) -
     if not 0 < val_fraction <= 0.5:
         raise tokens.PrepareError(f"val_fraction={val_fraction}: expected more than 0 and at most 0.5")
     files = find_files(paths)
-    sizes = [(name, size) for name, _, size in files]
+    sizes = [(name, status.st_size) for name, _, status in files]
     total = sum(size for _, size in sizes)
     chosen = tokens.choose_validation(sizes, val_fraction)
     by_file = len(files) >= MIN_FILES and sum(sizes[i][1] for i in chosen) >= val_fraction * total / 2
     if by_file:
-        parts = [("val" if i in chosen else "train", path, 0, size) for i, (_, path, size) in enumerate(files)]
+        parts = [("val" if i in chosen else "train", *file[1:], 0, file[2].st_size) for i, file in enumerate(files)]
         split = f"by file: {len(chosen)} of {len(files)} files, chosen by hash of their names"
     else:
-        middles = [tail_start(path, size, val_fraction) for _, path, size in files]
-        parts = [("train", path, 0, middle) for (_, path, _), middle in zip(files, middles, strict=True)]
-        parts += [("val", path, middle, size) for (_, path, size), middle in zip(files, middles, strict=True)]
+        middles = [tail_start(path, status.st_size, val_fraction) for _, path, status in files]
+        both = list(zip(files, middles, strict=True))
+        parts = [("train", path, status, 0, middle) for (_, path, status), middle in both]
+        parts += [("val", path, status, middle, status.st_size) for (_, path, status), middle in both]
         split = f"by position: the last {val_fraction:.3g} of each file, from a line end on"
     tokenizer = tokens.get_tokenizer(tokenizer)
     replaced = [0]
 
     def documents():
-        for where, path, start, end in parts:
-            blocks = read_blocks(path, start, end)
+        for where, path, status, start, end in parts:
+            blocks = read_blocks(path, start, end, status)
             for block in blocks if tokenizer.name == "bytes" else tokens.pieces(decode(blocks, replaced)):
                 yield where, block, False
             if end > start:

@@ -29,9 +29,10 @@ import time
 import joined
 from harness import DEADLY, GARBAGE, TEXTS, deadly, flip, refusal, result, same, tree
 from hostile import Hostile
+from sources import Sources
 
 
-class Attack(Hostile):
+class Attack(Hostile, Sources):
     # -- one case of each kind
 
     def kills(self):
@@ -290,7 +291,9 @@ def soak(attack, steps):
 KINDS = {"kills": 5, "kills_in_writes": 6, "kills_of_a_rank": 1, "kills_in_preparation": 3, "flips": 8, "holes": 7,
          "foreign": 4, "edited": 4, "swapped": 4, "meddling": 4, "meddling_with_data": 3, "pairs": 4, "pairs_of_ranks": 1,
          "signals": 3, "pipes": 4, "full_disks": 4, "small_disks": 4, "full_disks_in_preparation": 2, "read_only": 3,
-         "limits": 3, "inputs": 11, "readers": 8, "edits": 3, "divergence": 2, "mutants": 8, "specials": 5, "little_memory": 3}
+         "limits": 3, "inputs": 11, "readers": 8, "edits": 3, "divergence": 2, "mutants": 8, "specials": 5, "little_memory": 3,
+         "data_put_back": 3, "data_before_resume": 3, "texts_that_change": 4, "logs_in_part": 5, "rewritten": 2,
+         "pairs_of_sweeps": 1}
 
 
 def run(attack, counts, show=print):
