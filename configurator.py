@@ -693,8 +693,8 @@ def explain(error):
 
 def die(error):
     """The one line that a user sees for an expected failure; exit code 2."""
-    local, world = (os.environ.get(name, "") for name in ("LOCAL_RANK", "WORLD_SIZE"))
-    several = local.isdecimal() and world.isdecimal() and int(world) > 1
-    if not (several and int(local) > 0):  # with several processes one of each machine says it
+    launched = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE")]
+    local, rank, world = (int(text) if text.isdecimal() and len(text) < 10 else 0 for text in launched)
+    if not 0 < local <= rank < world:  # with several processes one of each machine says it
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)
