@@ -275,8 +275,8 @@ def test_calibration_is_rare_in_every_config(name):
 
 
 @pytest.mark.parametrize("local, rank, world, said", [
-    ("1", "1", "2", False), ("0", "2", "4", True), ("", "", "", True), ("9" * 30, "", "9" * 30, True), ("9" * 9, "1", "2", True),
-    ("9" * 5000, "9" * 5000, "9" * 5001, True)])
+    ("1", "1", "2", False), ("0", "2", "4", True), ("", "", "", True), ("9" * 30, "", "9" * 30, True),
+    ("9" * 9, "1", "2", True), ("9" * 5000, "9" * 5000, "9" * 5001, True)])
 def test_one_process_of_each_machine_says_what_is_wrong_and_so_does_one_of_no_launcher(monkeypatch, capsys, local, rank, world,
                                                                                         said):
     for name, value in (("LOCAL_RANK", local), ("RANK", rank), ("WORLD_SIZE", world)):
