@@ -11,10 +11,8 @@ import sys
 import time
 import zlib
 
-import torch
-
 from configurator import ConfigError
-from trainer import checkpoint, screen
+from trainer import checkpoint, screen, tensors
 
 NAME = "log.jsonl"
 START = b'{"step":'  # of each row
@@ -50,7 +48,7 @@ def newest_checkpoint(out_dir):
     with contextlib.suppress(Exception):
         path = checkpoint.saved_in(out_dir)[0]
         if os.path.isfile(path):
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            state = tensors.load(path, "cpu", mmap=True)
             return {"path": path, "state": {"step": int(state["state"]["step"])},
                     "log": {key: int(state["log"][key]) for key in ("size", "crc")}}
     return {}
