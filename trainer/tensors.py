@@ -78,7 +78,7 @@ def checked(state, device, size, copied=False):
         return value
     found = own(state, "")
     check_memory(sorted(spans), size)
-    return copy_of(found) if copied else found
+    return copy_of(found, {}) if copied else found
 
 
 def trouble(tensor, device):
@@ -107,12 +107,19 @@ def check_memory(spans, size):
         raise ValueError("its tensors are larger than the file")
 
 
-def copy_of(value):
+def copy_of(value, copies):
+    """copies: {address: copy} so far; tied weights stay one tensor."""
     if isinstance(value, dict):
-        return {key: copy_of(inner) for key, inner in value.items()}
+        return {key: copy_of(inner, copies) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(copy_of(inner) for inner in value)
-    return value.clone() if torch.is_tensor(value) and value.is_cpu else value
+        return type(value)(copy_of(inner, copies) for inner in value)
+    if not (torch.is_tensor(value) and value.is_cpu):
+        return value
+    if not value.numel():
+        return value.clone()
+    if value.data_ptr() not in copies:
+        copies[value.data_ptr()] = value.clone()
+    return copies[value.data_ptr()]
 
 
 def named(name):
