@@ -182,7 +182,10 @@ class Around(Harness):
                     f.write(self.rng.choice(TEXTS))
         if ended(child):  # nobody could have noticed
             return None
-        return self.outcome(child, out)
+        outcome, why = self.outcome(child, out)
+        if "is not the log that" in why:  # it came behind the run's last look: whoever reads the log is told
+            return "refused", ""
+        return outcome, why
 
     def meddling_with_data(self):
         """Somebody writes into the data of a living run, cuts them, replaces them, or changes their rights."""
