@@ -147,9 +147,8 @@ class Config:
                    ("off", "norm", "exact"))
     gns_half_life_tokens: int = opt(250_000, FIXED, "averages forget half in so many tokens (or a fifth of those seen, if "
                                                     "less): longer is steadier, later", valid=AT_LEAST_1)
-    gns_calibrate_tokens: int = opt(25_000, FIXED, "one exact step in so many tokens, more often at first, measures the "
-                                                   "factor from the norm layers' noise scale to the whole model's; 0 = "
-                                                   "never", valid=NOT_NEGATIVE)
+    gns_calibrate: bool = opt(True, FIXED, "one step in 8 also samples a few rows of all other weights but the look-up "
+                                           "tables, for the factor from the norm layers' noise scale to the whole model's")
     gns_metric: str = opt("adam", BRANCH, "by which noise scale the run is shown and steered: in the metric that Adam steps "
                                           "in, which predicts steps better, or plain", ("adam", "plain"))
     gns_adam: bool = opt(True, FIXED, "also the noise scale in the metric that Adam steps in (each coordinate over sqrt(v))")
@@ -193,6 +192,7 @@ FIELDS = {f.name: f for f in dataclasses.fields(Config)}
 
 # what people coming from other trainers type, and what we call it
 ALIASES = {
+    "gns_calibrate_tokens": "gns_calibrate=True or False (sampled rows replaced the exact steps)",
     "gradient_accumulation_steps": "batch_size and micro_batch_size (accumulation is batch_size / micro_batch_size)",
     "grad_accum_steps": "batch_size and micro_batch_size (accumulation is batch_size / micro_batch_size)",
     **dict.fromkeys(("max_iters", "max_steps", "num_steps", "iterations"), "max_tokens (steps x batch_size x block_size)"),

@@ -296,15 +296,14 @@ def ratio_interval(m_s, m_g, v_ss, v_sg, v_gg, z):
 @functools.lru_cache(maxsize=4096)
 def student_t(level, freedom):
     """The two-sided quantile of Student's t, for any real number of degrees of freedom: the q with P(|T| <= q) = level."""
-    low, high = 0.0, 1.0
-    while _t_inside(high, freedom) < level and high < 1e12:
-        high *= 2
-    for _ in range(200):
-        middle = 0.5 * (low + high)
-        if middle in (low, high):
+    peak = 2 * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    t = 0.0
+    for _ in range(500):  # Newton from below: P is concave, so no step goes too far
+        step = (level - _t_inside(t, freedom)) / peak * (1 + t * t / freedom) ** ((freedom + 1) / 2)
+        t += step
+        if step <= 1e-13 * t:
             break
-        low, high = (middle, high) if _t_inside(middle, freedom) < level else (low, middle)
-    return 0.5 * (low + high)
+    return t
 
 
 def _t_inside(t, freedom):

@@ -56,9 +56,10 @@ class Tap(NamedTuple):
     probe: torch.Tensor  # (2, B): weight row, bias row; with metrics (4, B), plain rows first
     weight_metric: torch.Tensor | None = None  # of a norm layer that of the bias, too: (2, C), RMSNorm (1, C)
     bias_metric: torch.Tensor | None = None
+    rows: torch.Tensor | None = None  # of a linear's weight; None for all
 
     def weight_rows(self):
-        return self.probe[0::2]  # for operations without a bias: its rows stay zero
+        return self.probe[0::2]  # for norm layers without a bias: its rows stay zero
 
 
 def linear(module, x, tap=None, weight=None, link=None):
@@ -66,7 +67,8 @@ def linear(module, x, tap=None, weight=None, link=None):
     probe, metric = (None, None) if tap is None else (tap.probe, tap.weight_metric)
     if metric is not None:
         metric = (metric, tap.bias_metric)
-    return per_example.linear(x, module.weight if weight is None else weight, module.bias, probe, metric, link=link)
+    return per_example.linear(x, module.weight if weight is None else weight, module.bias, probe, metric, link=link,
+                              rows=tap and tap.rows)
 
 
 class Norm(nn.Module):
@@ -159,20 +161,21 @@ class GPT(nn.Module):
         if config.tie_weights:
             self.lm_head.weight = self.wte.weight
         self.site_names = {}  # by mode: (layer, name within it, whole name) of each site's module
-        for mode in ("norm", "exact"):
+        for mode in ("norm", "exact", "rows"):
             whole = [(layer, name.removesuffix(".weight")) for name, _, layer in self.probe_sites(mode)]
             self.site_names[mode] = [(layer, name.removeprefix(f"h.{layer}."), name) for layer, name in whole]
 
-    def forward(self, idx, targets=None, probes=None, metrics=None):
+    def forward(self, idx, targets=None, probes=None, metrics=None, sample=None):
         """(logits, loss). Without targets the logits of the last position alone, (B, 1, V), and no loss. In training, logits
         too large to be worth keeping (head_loss.WORTH_BYTES) are not kept, and None stands for them.
 
         probes (sites, 2, B) for the sites of either mode; with metrics, {parameter name: weight per coordinate}, it is
-        (sites, 4, B), and the last two rows get the weighted squared norms."""
+        (sites, 4, B), and the last two rows get the weighted squared norms. sample, beside the probes of mode norm: (probes
+        of the sites of mode rows, (sites, k) which rows of each weight, metrics of these rows alone or None)."""
         B, T = idx.shape
         if T > self.config.block_size:
             raise ValueError(f"{T} tokens do not fit into block_size={self.config.block_size}")
-        taps, inside = self.taps(probes, metrics)
+        taps, inside = self.taps(probes, metrics, sample)
         x, link = self.embed(idx, taps)  # (B, T, C)
         x, branch = F.dropout(x, self.config.dropout, self.training), None
         for block, own in zip(self.h, inside):
@@ -190,8 +193,7 @@ class GPT(nn.Module):
         if large and learning and tap is None:
             return None, head_loss.linear_cross_entropy(x, self.lm_head.weight, targets)
         if large and learning and self.lm_head.weight.requires_grad:
-            return None, head_loss.probed_linear_cross_entropy(x, self.lm_head.weight, targets, tap.probe, tap.weight_metric,
-                                                               link)
+            return None, head_loss.probed_linear_cross_entropy(x, self.lm_head.weight, targets, tap.probe, link)
         logits = linear(self.lm_head, x, tap, link=link)  # (B, T, V)
         flat, targets = logits.view(B * T, -1), targets.reshape(-1)
         if large and not torch.is_grad_enabled():
@@ -204,28 +206,35 @@ class GPT(nn.Module):
         tap, position = taps.get("wte"), taps.get("wpe")
         if tap is None:
             return self.wte(idx) + self.wpe.weight[:idx.shape[1]], None
-        x, link = per_example.embedding(idx, self.wte.weight, tap.weight_rows(), tap.weight_metric, tied=True)
-        x = per_example.add_positions(x, self.wpe.weight, position.weight_rows(), position.weight_metric)
+        x, link = per_example.embedding(idx, self.wte.weight, tap.probe[:1], tied=True)
+        x = per_example.add_positions(x, self.wpe.weight, position.probe[:1])
         return x, link if self.config.tie_weights else None
 
-    def taps(self, probes, metrics):
+    def taps(self, probes, metrics, sample):
         """Which site gets which rows of the probes: {module name: Tap} of those outside the blocks, and one such for each."""
         outside, inside = {}, [{} for _ in self.h]
         if probes is None:
             return outside, inside
-        mode = next((mode for mode, names in self.site_names.items() if len(names) == probes.shape[0]), None)
+        counts = {mode: len(self.site_names[mode]) for mode in ("norm", "exact")}
+        mode = next((mode for mode, count in counts.items() if count == probes.shape[0]), None)
         if mode is None:
             raise ValueError(f"probes has {probes.shape[0]} sites, expected " + " or ".join(
-                f"{len(names)} ({mode})" for mode, names in self.site_names.items()))
+                f"{count} ({mode})" for mode, count in counts.items()))
         p = metrics or {}
         norms = self.norm_metrics(p)
         # unbind: one operation in the backward pass, where indexing would have one per site
         for (layer, local, name), probe in zip(self.site_names[mode], probes.unbind()):
             if name in norms:
                 tap = Tap(probe, norms[name])
+            elif name + ".weight" in p:
+                tap = Tap(probe, p[name + ".weight"], p.get(name + ".bias"))
             else:
-                tap = Tap(probe, p.get(name + ".weight"), p.get(name + ".bias")) if p else Tap(probe)
+                tap = Tap(probe[:2])  # a table has no metric
             (outside if layer is None else inside[layer])[local] = tap
+        if sample is not None:
+            probes, rows_of, p = sample[0], sample[1], sample[2] or {}
+            for (layer, local, name), probe, rows in zip(self.site_names["rows"], probes.unbind(), rows_of.unbind()):
+                inside[layer][local] = Tap(probe, p.get(name + ".weight"), p.get(name + ".bias"), rows)
         return outside, inside
 
     def norm_metrics(self, metrics):
@@ -241,16 +250,17 @@ class GPT(nn.Module):
 
     def probe_sites(self, mode="norm"):
         """One (parameter name, group, layer) per first index of `probes`; the bias beside that weight is its row 1.
-        norm: the norm layers. exact: every parameter; a tied head is part of the embedding."""
-        if mode not in ("norm", "exact"):
-            raise ValueError(f"mode={mode!r}: expected norm or exact")
+        norm: the norm layers. exact: every parameter; a tied head is part of the embedding. rows: the linears of the blocks,
+        which with the norm layers are the model without its tables."""
+        if mode not in ("norm", "exact", "rows"):
+            raise ValueError(f"mode={mode!r}: expected norm, exact or rows")
         inside = {"ln_1": "norm", "attn.c_attn": "attention", "attn.c_proj": "attention", "ln_2": "norm", "mlp.c_fc": "mlp",
                   "mlp.c_proj": "mlp"}
         sites = [("wte.weight", "embedding", None), ("wpe.weight", "embedding", None)]
         sites += [(f"h.{i}.{name}.weight", group, i) for i in range(len(self.h)) for name, group in inside.items()]
         sites += [("ln_f.weight", "norm", None)]
         sites += [] if self.config.tie_weights else [("lm_head.weight", "head", None)]
-        return sites if mode == "exact" else [s for s in sites if s[1] == "norm"]
+        return [s for s in sites if mode == "exact" or s[1] in {"norm": ("norm",), "rows": ("attention", "mlp")}[mode]]
 
     def parameter_groups(self, weight_decay):
         """Matrices decay, vectors (norm weights, biases) do not."""

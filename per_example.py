@@ -11,7 +11,8 @@ a loss that is a mean over B_loss examples c_b = g_b / B_loss (and fp16 loss sca
 |g_b|^2 = B_loss^2 / s^2 * |c_b|^2. Nothing here knows or undoes either factor: gns.py does.
 
 Only parameters that require grad are counted: the rows of a frozen one are zero. With `metric` (Adam's p_j =
-1/(sqrt(v_hat_j)+eps), the shape of the parameter), as many rows follow with sum_j p_j c_j^2 in place of sum_j c_j^2.
+1/(sqrt(v_hat_j)+eps), the shape of the parameter), the probe of a linear gets two more with sum_j p_j c_j^2 in place of
+sum_j c_j^2. Tables have none: see rightbatch/rows.py.
 
 Letters: B examples, T positions in each, C channels in, O channels out, V vocabulary (= O of the head).
 """
@@ -234,7 +235,42 @@ class Linear(torch.autograd.Function):
         return dx, dW, db, torch.stack(sq), None, None, rows if ctx.needs_input_grad[6] else None, None, None
 
 
-def linear(x, weight, bias=None, probe=None, metric=None, method="auto", link=None):
+def row_sq_norms(g, x, rows, p_weight=None, p_bias=None, weight=True, bias=True):
+    """
+    |c_b|^2 of k rows of a linear layer's weight and of its bias alone: c_b = g_b[:, rows]^T x_b, a small product.
+
+    g (B, T, O), x (B, T, C), rows (k,), p_weight (k, C), p_bias (k,) -> (2, B), or (4, B) with a metric
+    """
+    dtype, picked = accumulation_dtype(g), g.index_select(2, rows)  # (B, T, k)
+    if g.dtype == torch.float16:  # which one example's gradient may leave
+        picked, x = picked.float(), x.float()
+    sq = [g.new_zeros(g.shape[0], dtype=dtype)] * (2 if p_weight is None and p_bias is None else 4)
+    if weight:
+        own = torch.bmm(picked.mT, x).to(dtype).square_().flatten(1)  # (B, k C)
+        sq[0::2] = [own.sum(1)] if p_weight is None else [own.sum(1), own @ p_weight.flatten()]
+    if bias:
+        own = picked.sum(1, dtype=dtype).square_()  # (B, k)
+        sq[1::2] = [own.sum(1)] if p_bias is None else [own.sum(1), own @ p_bias]
+    return torch.stack(sq)
+
+
+class RowNorms(torch.autograd.Function):
+    """An identity on a linear layer's output y = x W^T + bias, whose backward pass gives row_sq_norms to the probe."""
+
+    @staticmethod
+    def forward(ctx, y, x, probe, rows, p_weight, p_bias, trained):
+        ctx.save_for_backward(x, rows, p_weight, p_bias)
+        ctx.trained = trained  # weight, bias
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, rows, p_weight, p_bias = ctx.saved_tensors
+        sq = row_sq_norms(g.flatten(1, -2), x.flatten(1, -2), rows, p_weight, p_bias, *ctx.trained)
+        return g, None, sq, None, None, None, None
+
+
+def linear(x, weight, bias=None, probe=None, metric=None, method="auto", link=None, rows=None):
     """
     F.linear(x, weight, bias); probe.grad gets the rows |c_b|^2 of weight and bias (zero without a bias).
 
@@ -242,6 +278,7 @@ def linear(x, weight, bias=None, probe=None, metric=None, method="auto", link=No
     metric: (p_weight (O, C), p_bias (O,) or None) adds the two rows sum_j p_j c_j^2: probe (4, B). Simultaneous only.
     method: "simultaneous", "gram" or "auto", which asks cheaper_method
     link:   from embedding(..., tied=True) with the same weight, see there
+    rows:   row numbers (k,): the norms of these rows of weight and bias alone; the metric is then of these rows, too
     """
     if not tracked(probe):
         return F.linear(x, weight, bias)
@@ -254,11 +291,17 @@ def linear(x, weight, bias=None, probe=None, metric=None, method="auto", link=No
         raise ValueError(f"linear: method={method!r}, expected 'auto', 'simultaneous' or 'gram'")
     if method == "gram" and metric is not None:
         raise ValueError("linear: method='gram' cannot weigh by metric, expected 'auto' or 'simultaneous'")
+    if rows is not None:
+        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear would: one copy for both
+        y = F.linear(x, weight, bias)
+        trained = weight.requires_grad, bias is not None and bias.requires_grad
+        return RowNorms.apply(y, x.detach(), probe, rows, p_weight, p_bias, trained)
     if method == "auto":
         T = x.shape[1:-1].numel()
         method = "simultaneous" if metric is not None else cheaper_method(T, C, O)
-    rows, idx = (None, None) if link is None else link
-    return Linear.apply(x, weight, bias, probe, p_weight, p_bias, rows, idx, method)
+    link_rows, idx = (None, None) if link is None else link
+    return Linear.apply(x, weight, bias, probe, p_weight, p_bias, link_rows, idx, method)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -279,7 +322,7 @@ def number_distinct(idx):
     return torch.empty_like(number).scatter_(1, order, number)
 
 
-def embedding_sq_norms(g, idx, p=None, head_rows=None):
+def embedding_sq_norms(g, idx, head_rows=None):
     """
     Row v of example b's contribution is the sum over the positions t that hold token v,
 
@@ -289,28 +332,22 @@ def embedding_sq_norms(g, idx, p=None, head_rows=None):
     |a_b + c_b|^2 = |a_b|^2 + |c_b|^2 + 2 <a_b, c_b>. The first term is the head's; the last needs a_b only in
     the rows of the example's tokens: <a_b, c_b> = sum_t g_bt . a_b[idx_bt].
 
-    g (B, T, C), idx (B, T), p (V, C) or None, head_rows a_b[idx_b] (B, T, C) or None -> (1, B) or (2, B) with p
+    g (B, T, C), idx (B, T), head_rows a_b[idx_b] (B, T, C) or None -> (1, B)
     """
     B, T, C = g.shape
     number = number_distinct(idx)
     slot = number + T * torch.arange(B, device=g.device)[:, None]
     sums = torch.ops.aten.embedding_dense_backward(g, slot, B * T, -1, False).view(B, T, C)
-    sq_norms = [torch.linalg.vector_norm(sums, dim=2).square().sum(1)]
-    if p is not None:
-        token = torch.zeros_like(idx).scatter_(1, number, idx)  # of each slot; the sums of unused slots are zero
-        sq_norms.append((sums.square() * F.embedding(token, p)).sum(2).sum(1))
+    sq_norms = torch.linalg.vector_norm(sums, dim=2).square().sum(1)
     if head_rows is not None:
-        cross = g * head_rows
-        sq_norms[0] = sq_norms[0] + 2 * cross.sum(2).sum(1)
-        if p is not None:
-            sq_norms[1] = sq_norms[1] + 2 * (cross * F.embedding(idx, p)).sum(2).sum(1)
-    return torch.stack(sq_norms)
+        sq_norms = sq_norms + 2 * (g * head_rows).sum(2).sum(1)
+    return sq_norms[None]
 
 
 class Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, idx, weight, probe, p):
-        ctx.save_for_backward(idx, p)
+    def forward(ctx, idx, weight, probe):
+        ctx.save_for_backward(idx)
         ctx.n_rows, ctx.probe_shape = weight.shape[0], probe.shape
         ctx.set_materialize_grads(False)  # the head may have sent nothing back through the link
         zero = weight.new_zeros((), dtype=accumulation_dtype(weight))
@@ -318,29 +355,28 @@ class Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g, head_rows):
-        idx, p = ctx.saved_tensors
+        (idx,) = ctx.saved_tensors
         if g is None:
-            return None, None, None, None
+            return None, None, None
         if not ctx.needs_input_grad[1]:
-            return None, None, g.new_zeros(ctx.probe_shape), None
+            return None, None, g.new_zeros(ctx.probe_shape)
         dW = torch.ops.aten.embedding_dense_backward(g, idx, ctx.n_rows, -1, False)
-        sq_norms = embedding_sq_norms(g.to(accumulation_dtype(g)), idx, p, head_rows)
-        return None, dW, sq_norms, None
+        return None, dW, embedding_sq_norms(g.to(accumulation_dtype(g)), idx, head_rows)
 
 
-def embedding(idx, weight, probe=None, metric=None, tied=False):
+def embedding(idx, weight, probe=None, tied=False):
     """
     F.embedding(idx, weight); probe.grad gets the row |c_b|^2.
 
-    idx (B, T), weight (V, C), probe (1, B), or (2, B) with metric (V, C)
+    idx (B, T), weight (V, C), probe (1, B)
     tied: return (output, link). When the head is linear(..., weight, link=link) and the weight rows of its probe are
     this one's (autograd adds what both send), they hold the norms of the *sum* of both uses, cross term included.
     """
     if not tracked(probe):
         output = F.embedding(idx, weight)
         return (output, None) if tied else output
-    check_probe("embedding", probe, 1 if metric is None else 2, idx.shape[0])
-    output, rows = Embedding.apply(idx, weight, probe, metric)
+    check_probe("embedding", probe, 1, idx.shape[0])
+    output, rows = Embedding.apply(idx, weight, probe)
     return (output, Link(rows, idx)) if tied else output
 
 
@@ -350,34 +386,29 @@ def embedding(idx, weight, probe=None, metric=None, tied=False):
 
 class AddPositions(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, positions, probe, p):
-        ctx.save_for_backward(p)
+    def forward(ctx, x, positions, probe):
         ctx.dtypes, ctx.probe_shape = (x.dtype, positions.dtype), probe.shape
         return x + positions
 
     @staticmethod
     def backward(ctx, g):
-        (p,) = ctx.saved_tensors
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         x_dtype, weight_dtype = ctx.dtypes
         dx = g.to(x_dtype) if needs_x else None
         if not needs_weight:
-            return dx, None, g.new_zeros(ctx.probe_shape), None
+            return dx, None, g.new_zeros(ctx.probe_shape)
         # Each position occurs once in an example, so c_b is g_b itself.
         c = g.to(accumulation_dtype(g))
-        sq_norms = [torch.linalg.vector_norm(c, dim=2).square().sum(1)]
-        if p is not None:
-            sq_norms.append((c.square() * p).sum(2).sum(1))
-        return dx, c.sum(0).to(weight_dtype), torch.stack(sq_norms), None
+        return dx, c.sum(0).to(weight_dtype), torch.linalg.vector_norm(c, dim=2).square().sum(1)[None]
 
 
-def add_positions(x, weight, probe=None, metric=None):
-    """x + weight[:T]; x (B, T, C), weight (at least T, C), probe (1, B), or (2, B) with metric like weight."""
+def add_positions(x, weight, probe=None):
+    """x + weight[:T]; x (B, T, C), weight (at least T, C), probe (1, B)."""
     B, T, _ = x.shape
     if not tracked(probe):
         return x + weight[:T]
-    check_probe("add_positions", probe, 1 if metric is None else 2, B)
-    return AddPositions.apply(x, weight[:T], probe, None if metric is None else metric[:T])
+    check_probe("add_positions", probe, 1, B)
+    return AddPositions.apply(x, weight[:T], probe)
 
 
 def tracked(probe):

@@ -303,9 +303,9 @@ class Controller(Between):
         super().check(config, quantum)
         if config.gns == "off":
             raise ValueError("gns='off': batch_schedule=gns needs a noise scale: norm or exact")
-        if config.gns == "norm" and not config.gns_calibrate_tokens:
-            raise ValueError("gns_calibrate_tokens=0: batch_schedule=gns follows the whole model's noise scale, which the norm "
-                             "layers' tells only with a measured factor: give it some tokens, or gns=exact")
+        if config.gns == "norm" and not config.gns_calibrate:
+            raise ValueError("gns_calibrate=False: batch_schedule=gns follows the whole model's noise scale, which the norm "
+                             "layers' tells only with a measured factor: use gns_calibrate=True or gns=exact")
         if config.batch_size_start < 2:
             raise ValueError(f"batch_size_start={config.batch_size_start}: batch_schedule=gns needs at least 2: a step of one "
                              "example has no noise scale")

@@ -105,7 +105,7 @@ def transfer_seconds(step, rounds):
 
 def run(args):
     device = tools.pick_device(args.device)
-    config = Config(gns="norm", gns_calibrate_tokens=0, micro_batch_size=args.micro, compile=args.compile, parallel="ddp",
+    config = Config(gns="norm", gns_calibrate=False, micro_batch_size=args.micro, compile=args.compile, parallel="ddp",
                     batch_size=3 * args.micro * distributed.world_size(), batch_schedule="constant")
     if distributed.world_size() < 2:
         print("bench.py overlap needs two processes or more: torchrun --nproc_per_node=2 bench.py overlap")

@@ -154,7 +154,7 @@ class Step:
         torch.manual_seed(0)
         self.impls, self.ranks = {Norm: norm_impl, Attention: attention_impl}, ranks or distributed.Ranks(device=device)
         self.tokens = micro * shape["block_size"]
-        config = Config(gns=mode, gns_adam=adam, gns_calibrate_tokens=0, micro_batch_size=micro, learning_rate=1e-4,
+        config = Config(gns=mode, gns_adam=adam, gns_calibrate=False, micro_batch_size=micro, learning_rate=1e-4,
                         compile=compile)
         self.model, self.device = like.model if like else GPT(GPTConfig(**shape)).to(device), device
         self.inner = TrainingStep(self.model, config, self.ranks, device, dtype, like=like and like.inner)

@@ -1,13 +1,14 @@
 """
 bench.py watch: what watching costs. Training steps of GPT-2 and Llama as transformers has them (4 layers, 8 x 256 tokens):
-plain, watched (tap), and watched with our norm kernels (fused), taking turns on the same model and optimizer.
+plain, with a tap on each norm layer (tap), with rows of all other weights sampled as well (sampled: one step in eight, in the
+first hundred one in two), and with our norm kernels (fused), taking turns on the same model and optimizer.
 
     python bench.py watch [--seconds=60] [--widths=256,512]        # needs transformers
 
 Times are of the CPU that the process used, on one thread, so that other work on the machine matters less. Each step is compared
 with the plain one of its round: the median and the quartiles of that ratio, as per cent more. "peak": the most memory that a
-step held. "taps": the arithmetic of the taps alone, as a share of a plain step. "noise": plain against plain, what the
-machine adds by itself.
+step held. "taps": the arithmetic of the norm layers' taps alone, as a share of a plain step. "noise": plain against plain, what
+the machine adds by itself. "watch": a step of watch(model, optimizer) on average, tap and an eighth of what sampling adds.
 """
 
 import statistics
@@ -19,7 +20,9 @@ from benchmarks import tools
 from rightbatch import taps, watch
 
 B, T, LAYERS, VOCABULARY = 8, 256, 4, 4096
-VARIANTS = {"plain": None, "noise": None, "tap": {}, "fused": {"fused": True}}
+VARIANTS = {"plain": None, "noise": None, "tap": {"calibrate": False}, "sampled": {},
+            "fused": {"calibrate": False, "fused": True}}
+SAMPLED = 8  # one step in so many
 
 
 def models(width):
@@ -41,7 +44,9 @@ def steps_of(model, idx):
     def one(options):
         w = None if options is None else watch(model, optimizer, **options)
         if w:
-            w.checked = True  # the first step of a Watch looks at its numbers at once
+            w.checked = True  # the first step of a Watch looks at its numbers at once, and compares them with gradients
+            for handle in [handle for handles in w.sampled.hooks.values() for handle in handles] if w.sampled else ():
+                handle.remove()
         start = time.process_time()
         model(input_ids=idx, labels=idx).loss.backward()
         optimizer.step()
@@ -62,9 +67,11 @@ def measure(model, seconds, rounds):
     alone = {name: sum(tap_seconds(site.norm, name == "fused") for site in w.sites) for name in ("tap", "fused")}
     w.close()
     report = {"plain": {**plain, "peak_mb": peak(variants["plain"])}}
-    for name in ("noise", "tap", "fused"):
+    samples["watch"] = [tap + (sampled - tap) / SAMPLED for tap, sampled in zip(samples["tap"], samples["sampled"])]
+    for name in ("noise", "tap", "sampled", "watch", "fused"):
         ratio = tools.paired(samples[name], samples["plain"])
         report[name] = dict(zip(("percent", "percent_q1", "percent_q3"), (100 * (r - 1) for r in ratio.values())))
+    report["sampled"]["peak_mb"] = peak(variants["sampled"])
     for name in ("tap", "fused"):
         report[name] |= {"peak_mb": peak(variants[name]), "taps_percent": 100e3 * alone[name] / plain["median_ms"]}
     return report
@@ -87,16 +94,18 @@ def cell(row):
     return f"{row['percent']:.1f}% ({row['percent_q1']:.1f} to {row['percent_q3']:.1f})"
 
 
-HEAD = """| | width | step | plain again | tap | fused | taps' arithmetic: tap, fused | peak memory: plain, tap, fused |
-|---|---|---|---|---|---|---|---|"""
+COLUMNS = ("", "width", "step", "plain again", "tap", "sampled", "watch", "fused", "taps' arithmetic: tap, fused",
+           "peak memory: plain, tap, sampled, fused")
+HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def line(r):
     """A row of the table, as docs/watch.md shows it."""
     base = r["plain"]["peak_mb"]
-    cells = [r["model"], str(r["width"]), f"{r['plain']['median_ms']:.0f} ms", *(cell(r[n]) for n in ("noise", "tap", "fused")),
+    cells = [r["model"], str(r["width"]), f"{r['plain']['median_ms']:.0f} ms",
+             *(cell(r[n]) for n in ("noise", "tap", "sampled", "watch", "fused")),
              ", ".join(f"{r[n]['taps_percent']:.2f}%" for n in ("tap", "fused")),
-             f"{base:.0f} MB, " + ", ".join(f"{100 * (r[n]['peak_mb'] / base - 1):+.1f}%" for n in ("tap", "fused"))]
+             f"{base:.0f} MB, " + ", ".join(f"{100 * (r[n]['peak_mb'] / base - 1):+.1f}%" for n in ("tap", "sampled", "fused"))]
     return f"| {' | '.join(cells)} |"
 
 
@@ -116,8 +125,9 @@ def run(args):
             report.append({"model": name, "width": width, "layers": LAYERS, "batch": B, "tokens": T,
                            **measure(model, args.seconds, args.rounds)})
             print(line(report[-1]), flush=True)
-    largest = {name: max(report, key=lambda r: r[name]["percent"]) for name in ("tap", "fused")}
-    finding = "A step takes at most " + " and ".join(
-        f"{cell(r[name])} more with {'a tap on each norm layer' if name == 'tap' else 'our norm kernels'} ({r['model']}, width "
-        f"{r['width']})" for name, r in largest.items()) + ": median and quartiles."
+    what = {"watch": "watch on average", "sampled": "watch where it samples", "tap": "a tap on each norm layer alone"}
+    largest = {name: max(report, key=lambda r: r[name]["percent"]) for name in what}
+    finding = "A step takes at most " + ", ".join(
+        f"{cell(r[name])} more with {what[name]} ({r['model']}, width {r['width']})" for name, r in largest.items()
+    ) + ": median and quartiles."
     tools.write_json(args.out, {"finding": finding, "models": report})

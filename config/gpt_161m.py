@@ -18,8 +18,6 @@ learning_rate = 1.17e-3
 min_lr = learning_rate / 10
 
 gns_half_life_tokens = 20_000_000
-gns_calibrate_tokens = 4_000_000  # one exact step in 16 to 120
-gns_metric = "plain"  # in Adam's, the rare tokens of this vocabulary weigh most: docs/evidence.md
 eval_tokens = 50_000_000
 eval_iters = 256
 checkpoint_tokens = 50_000_000

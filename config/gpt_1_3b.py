@@ -19,8 +19,6 @@ learning_rate = 2e-4
 min_lr = learning_rate / 10
 
 gns_half_life_tokens = 100_000_000
-gns_calibrate_tokens = 20_000_000  # one exact step in 20 to 150
-gns_metric = "plain"  # in Adam's, the rare tokens of this vocabulary weigh most: docs/evidence.md
 eval_tokens = 200_000_000
 eval_iters = 256
 checkpoint_tokens = 200_000_000

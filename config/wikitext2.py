@@ -18,7 +18,5 @@ learning_rate = 1e-3
 min_lr = learning_rate / 10
 
 gns_half_life_tokens = 500_000
-gns_calibrate_tokens = 80_000  # one exact step in 10 to 80
-gns_metric = "plain"  # in Adam's, the rare tokens of this vocabulary weigh most: docs/evidence.md
 eval_tokens = 1_000_000
 checkpoint_tokens = 1_000_000

@@ -41,7 +41,7 @@ def main(argv=None):
         bos_token_id=1, eos_token_id=2))
     with tempfile.TemporaryDirectory() as folder:
         trainer = transformers.Trainer(
-            model=model, train_dataset=documents(), data_collator=collate, callbacks=[WatchCallback(calibrate_every=10)],
+            model=model, train_dataset=documents(), data_collator=collate, callbacks=[WatchCallback()],
             args=transformers.TrainingArguments(
                 output_dir=folder, max_steps=steps, per_device_train_batch_size=8, gradient_accumulation_steps=2,
                 learning_rate=2e-3, logging_steps=max(1, steps // 5), save_strategy="no", report_to=[], disable_tqdm=True))

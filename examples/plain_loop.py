@@ -64,7 +64,7 @@ def main(argv=None):
     print(verify(model, loss_of, draw()))
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    w = watch(model, optimizer, calibrate_every=10)  # the one line: steps close themselves when the optimizer steps
+    w = watch(model, optimizer)  # the one line: steps close themselves when the optimizer steps
     for step in range(1, steps + 1):
         for _ in range(2):  # two micro-batches
             loss = loss_of(model, draw())

@@ -135,7 +135,7 @@ def draw(path, measured, grown, losses, curves):
 
 def main(argv=None):
     args, config = parse(argv, "accumulation", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
-    config.grad_stats, config.gns_adam, config.gns_calibrate_tokens = True, False, 0
+    config.grad_stats, config.gns_adam, config.gns_calibrate = True, False, False
     config.eval_tokens = max(1, config.max_tokens // 10)
     runs, m = Runs(config, args), config.micro_batch_size
     runs.do({name: changes for name, (*_, changes) in wanted(config, args.seeds).items()})

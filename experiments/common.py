@@ -21,13 +21,14 @@ from trainer import hardware, log, output  # noqa: E402
 
 # a model of seconds, to see that everything works
 TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, batch_size=8, batch_size_start=4,
-            max_tokens=1280, warmup_tokens=128, gns_half_life_tokens=300, gns_calibrate_tokens=256, eval_iters=8,
+            max_tokens=1280, warmup_tokens=128, gns_half_life_tokens=300, eval_iters=8,
             log_interval=2, checkpoint_tokens=0, device="cpu", dtype="float32", compile="False")
 
 
-def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None):
+def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None, options=None):
     """(args, Config) of an experiment's command line. `settings` are its own on top of the quickstart; a --config given by
-    the user replaces both, --key=value comes last. Experiments on the same runs name the same `folder`."""
+    the user replaces both, --key=value comes last. Experiments on the same runs name the same `folder`.
+    options: {option of this experiment alone: what argparse wants to know of it}."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", help="a config file; default: the quickstart with this experiment's settings")
     parser.add_argument("--seeds", type=int, default=seeds)
@@ -37,6 +38,8 @@ def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None):
     parser.add_argument("--results", default=os.path.join(ROOT, "results"), help="where numbers and picture go")
     parser.add_argument("--name", default=name, help="of the numbers file and the picture")
     parser.add_argument("--tiny", action="store_true", help="a model of seconds, to see that everything works")
+    for option, about in (options or {}).items():
+        parser.add_argument(option, **about)
     args, overrides = parser.parse_known_args(argv)
     own = {} if args.config else dict(settings or {})
     if args.tiny:

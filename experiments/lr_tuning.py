@@ -93,7 +93,7 @@ def draw(path, rates, sizes):
 
 def main(argv=None):
     args, config = parse(argv, "lr_tuning", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
-    config.gns, config.gns_calibrate_tokens, config.eval_tokens = "off", 0, 0  # only the final loss is asked for
+    config.gns, config.gns_calibrate, config.eval_tokens = "off", False, 0  # only the final loss is asked for
     runs, vocab_size = Runs(config, args), plan.vocabulary(config)[0]
     shapes, rates = siblings(config, vocab_size), [config.learning_rate * f for f in FACTORS]
 

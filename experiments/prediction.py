@@ -35,7 +35,7 @@ PAPER = ("The paper: predicts nothing of this kind. McCandlish et al. 2018 (arXi
          "batch B makes the share B / (B + N) of the progress of one without noise.")
 SETTINGS = dict(dataset="python", n_layer=3, n_embd=96, n_head=3, max_tokens=3_000_000, batch_size_start=8, eval_iters=256,
                 eval_tokens=0, checkpoint_tokens=0)
-TINY = dict(dataset="stdlib", gns_calibrate_tokens=64, max_tokens=2560, learning_rate=3e-2, min_lr=3e-3)
+TINY = dict(dataset="stdlib", max_tokens=2560, learning_rate=3e-2, min_lr=3e-3)
 BATCHES, SOURCES = (4, 8, 16, 32, 64, 128), (8, 16, 32)
 LENGTHS, MIDDLE = (0.5, 0.7, 1.0, 1.4, 2.0), 1.0  # of a run, over max_tokens: five losses to predict from each source batch
 COARSE = (0.5, 1.0, 2.0)  # of the other batches, which are only predicted
@@ -57,7 +57,11 @@ def tokens_of(batch, length, config):
 
 def changes(batch, length, factor, seed, mode, config):
     """What a run changes in the config."""
-    tokens = tokens_of(batch, length, config)
+    return constant_batch(batch, tokens_of(batch, length, config), factor, seed, mode, config)
+
+
+def constant_batch(batch, tokens, factor, seed, mode, config):
+    """What a run of one batch and so many tokens changes in the config; factor: on the learning rate."""
     warm_up = min(tokens, max(round(WARM_UP * tokens), WARM_UP_STEPS * batch * config.block_size))
     return dict(batch_schedule="constant", batch_size=batch, batch_size_start=batch, max_tokens=tokens, warmup_tokens=warm_up,
                 micro_batch_size=min(batch, config.micro_batch_size), seed=seed, learning_rate=config.learning_rate * factor,
@@ -85,16 +89,16 @@ def experiment(runs, seeds, tuning_seed):
     return best, tried
 
 
-def tune(try_out):
+def tune(try_out, batches=None, centre=1.0):
     """{batch: {factor: loss}}, in factors of two around the square-root rule and on until the best is not at an end.
-    try_out([(batch, factor)]) -> {(batch, factor): loss}"""
-    guess = {b: 2.0 ** round(math.log2(b / REFERENCE) / 2) for b in BATCHES}
-    tried, open_ends = {b: {} for b in BATCHES}, [(b, f) for b, g in guess.items() for f in (g / 2, g, 2 * g)]
+    try_out([(batch, factor)]) -> {(batch, factor): loss}; centre: the first factor at REFERENCE."""
+    guess = {b: centre * 2.0 ** round(math.log2(b / REFERENCE) / 2) for b in batches or BATCHES}
+    tried, open_ends = {b: {} for b in guess}, [(b, f) for b, g in guess.items() for f in (g / 2, g, 2 * g)]
     while open_ends:
         for (b, f), loss in try_out(open_ends).items():
             tried[b][f] = loss
         best = {b: min(own, key=own.get) for b, own in tried.items()}
-        beyond = [(b, f) for b in BATCHES for f in (best[b] / 2, best[b] * 2)]
+        beyond = [(b, f) for b in guess for f in (best[b] / 2, best[b] * 2)]
         open_ends = [(b, f) for b, f in beyond if f not in tried[b] and 1 / FARTHEST <= f <= FARTHEST]
     return tried
 

@@ -33,7 +33,6 @@ from common import ROOT, Runs, parse, write
 import configurator
 import schedule
 from plots import style
-from rightbatch import tracker
 from sweeps import jobs
 from trainer import log
 
@@ -50,7 +49,7 @@ LONG = (1.5, 2.5, 4.0)  # of the batch of LARGEST
 STEERED = {"one": (0.6, 0.8, 1.1), "two": (0.6, 0.8, 1.1), "200mbit": (0.8, 1.1, 1.6), "50mbit": (1.0, 1.4, 2.0)}
 RATIOS, PRICED_LENGTHS = (1, 4, 16, 64, 256), (0.8, 0.8, 1.0, 1.2, 1.6)  # t0 / t1 of machines we do not have, in sequences
 STEPS, EVERY, SEQUENCES = 60, 10, 8000  # of the runs that time a step; without a slow link at least so many sequences
-TRACKED, EXACT = 1.04, 1.55  # a sequence that is tracked, and one that is exact, over one that is neither (quickstart)
+TRACKED = 1.04  # a sequence that is tracked, over one that is not (quickstart)
 
 
 def settings(config, length, seed, factor=FACTOR, **changes):
@@ -124,7 +123,7 @@ def step_times(name, args, config, turn):
         rows = real(name, args.out, config, dict(
             name=f"untracked{batch}_{turn}", batch_schedule="constant", batch_size=batch,
             max_tokens=steps * batch * config.block_size, warmup_tokens=0, log_interval=EVERY, gns="off",
-            gns_calibrate_tokens=0, eval_iters=8))
+            gns_calibrate=False, eval_iters=8))
         first, *_, last = [r for r in rows if "train/loss" in r and r["step"] >= 2 * EVERY]
         found[batch] = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])  # hiccups and all, as in a run
     print(f"{name}: seconds of a step, {turn}: {', '.join(f'{b}: {t:.4f}' for b, t in found.items())}", flush=True)
@@ -207,7 +206,7 @@ def on_machine(name, args, config, seeds, ends):
 
 def checked(name, args, config, batch, times):
     """A whole constant run on the machine: its seconds, and what steps times the time of a step says."""
-    rows = real(name, args.out, config, {"name": f"check{batch}", "gns": "off", "gns_calibrate_tokens": 0,
+    rows = real(name, args.out, config, {"name": f"check{batch}", "gns": "off", "gns_calibrate": False,
                                          **constant(config, batch, STEERED[name][0], 1, FACTOR)})
     last = [r for r in rows if "train/loss" in r][-1]
     return {"batch": batch, "steps": last["step"], "seconds": last["seconds"], "priced": last["step"] * times[batch]}
@@ -221,17 +220,9 @@ class Priced(jobs.Group):
         return super().start([python, os.path.join(ROOT, "experiments", "priced.py"), *arguments], **options)
 
 
-def priced_seconds(walk, ratio, config):
-    """Of a run of gns, in units of t1: tracked steps, some of them exact."""
-    tokens, seconds, size = 0, 0.0, config.micro_batch_size
-    for batch, steps in walk:
-        for _ in range(steps):
-            after = tokens + batch * config.block_size
-            calibrates = tracker.calibrates(tokens, after, config.gns_calibrate_tokens)
-            some = min(batch, tracker.exact_micro_batches(size, 1) * size) if tokens else batch  # the first step measures all
-            exact = some if calibrates else 0
-            tokens, seconds = after, seconds + ratio + batch * TRACKED + exact * (EXACT - TRACKED)
-    return seconds
+def priced_seconds(walk, ratio):
+    """Of a run of gns, in units of t1."""
+    return sum(steps * (ratio + batch * TRACKED) for batch, steps in walk)
 
 
 def on_made_up_machines(runs, seeds, ends):
@@ -244,7 +235,7 @@ def on_made_up_machines(runs, seeds, ends):
         runs.do({name: settings(runs.config, length, s, **GNS) for s, name in names.items()})
         steered = [summary(runs.rows(name)) for name in names.values()]
         for r in steered:
-            r["seconds"] = priced_seconds(r["walk"], ratio, runs.config)
+            r["seconds"] = priced_seconds(r["walk"], ratio)
         result[str(ratio)] = {**compared(steered, ends, times, runs.config), "walk": steered[0]["walk"]}
     return result
 

@@ -37,7 +37,7 @@ def run_settings(out, name, accum, settings):
     batch = accum * micro * processes
     return {"out_dir": out, "batch_schedule": "constant", "batch_size": batch, "micro_batch_size": micro,
             "max_tokens": STEPS * batch * 128, "warmup_tokens": 0, "eval_tokens": 0, "eval_iters": 8, "checkpoint_tokens": 0,
-            "log_interval": EVERY, "gns_calibrate_tokens": 0, "gns_half_life_tokens": 10**9, **settings}
+            "log_interval": EVERY, "gns_calibrate": False, "gns_half_life_tokens": 10**9, **settings}
 
 
 def train(out, name, accum, settings):

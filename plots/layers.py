@@ -52,7 +52,7 @@ def regressions(rows, burn_in=0.1, metric=""):
     """{smoothing half-life in tokens: {group: regression of the total on it}}, the first part of the run left out; metric
     "_adam" for Adam's."""
     rows = [row for row in rows if f"gns/total{metric}_step_tr_sigma" in row]  # there is no metric in the first step
-    end, kinds = rows[-1]["tokens"], groups_of(rows)[0]
+    end, kinds = rows[-1]["tokens"], [g for g in groups_of(rows)[0] if f"gns/{g}{metric}_step_tr_sigma" in rows[-1]]
     late = np.array([row["tokens"] > burn_in * end for row in rows])
     numbers = {}
     for share in (0.005, 0.01, 0.02, 0.05, 0.1, 0.2):

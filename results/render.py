@@ -29,6 +29,8 @@ RESULTS = {
         "prediction": "Tokens and steps of other batches, predicted from one run: 3 layers x 96",
         "prediction_quickstart": "The same for the quickstart's model, 4 layers x 128",
         "critical_batch": "Three answers: what is the critical batch size?",
+        "ladder": "Which noise scale to go by: a ladder of vocabularies",
+        "ladder_runs": "The runs of the ladder",
         "steering": "Steering by the noise scale, in real seconds, on four machines",
         "step_cost": "What a step costs: predicted from one run, against runs at other batches",
     },
@@ -242,6 +244,31 @@ def prediction_table(result):
     return lines
 
 
+def ladder_table(result):
+    """The critical batch of each rung beside one run's means, then what every candidate predicts."""
+    shown = ("all/coord/1", "body/coord/1", "all/coord/0", "body/coord/0", "norm/coord/1")
+    lines = [f"| rung | seeds | tokens | critical batch | {' | '.join(shown)} |", "|---" * (4 + len(shown)) + "|"]
+    for own in result["rungs"]:
+        critical = "not fitted"
+        if own["critical"]:
+            critical = f"{own['critical']:.3g} ({own['low'] or 0:.3g} to {own['high'] or math.inf:.3g})"
+        means = " | ".join(f"{own['means'][name]:.3g}" if own["means"][name] else "-" for name in shown)
+        rung, tokens = own["rung"].replace("_", " "), f"{own['tokens'] / 1e3:.0f}k"
+        lines.append(f"| {rung} | {own['seeds']} | {tokens} | {critical} | {means} |")
+    lines += ["", "| noise scale | critical over mean | spread | long over short | x2, x1/2 | x4, x1/4 | factor | with it |",
+              "|---|---|---|---|---|---|---|---|"]
+
+    def error(own):
+        return f"{own['median_error']:.0%} (worst {own['worst_error']:.0%})" if own else "-"
+    for name, own in result["table"].items():
+        both = ", ".join(f"{e['median_error']:.0%}" for e in own["errors_with_best_factor"].values() if e)
+        growth = f"{own['long_over_short']:.2g}" if own["long_over_short"] else "-"
+        ratio = f"{own['critical_over_mean']:.2g} ({own['least']:.2g} to {own['most']:.2g})"
+        lines.append(f"| {name} | {ratio} | {own['spread']:.2g} | {growth} | {error(own['errors']['x2'])} | "
+                     f"{error(own['errors']['x4'])} | {own['best_factor']:.2g} | {both} |")
+    return lines
+
+
 def steering_table(result):
     """Seconds to a loss over those of the best constant batch, by machine and loss; then priced."""
     kinds = ("gns", "linear", "seesaw", "8", "16", "64", "128")
@@ -352,7 +379,7 @@ def speed_table(results):
 
 TABLES = {"attack": attack_table, "steering": steering_table, "attention": attention_table, "never_lost_cost": cost_table,
           "triton": triton_tables, "traffic": traffic_table, "prediction": prediction_table,
-          "prediction_quickstart": prediction_table}
+          "prediction_quickstart": prediction_table, "ladder": ladder_table}
 
 
 def anchor(title):

@@ -31,7 +31,6 @@ max_tokens = 20_000
 warmup_tokens = 1000
 log_interval = 10
 eval_tokens = 0
-gns_calibrate_tokens = 2000
 """
 
 INTRO = """# First ten minutes

@@ -73,6 +73,16 @@ class Decision:
         time = {"time": seconds(B) / seconds(right["time"]) - 1} if self.cost else {}
         return time | {"tokens": (B + N) / (right["tokens"] + N) - 1}
 
+    def brief(self):
+        """The right batches in a few words; needs a noise scale."""
+        right, quantum = self.right, self.quantum
+        span = {k: f"{right[k]:.3g} [{right[k + '_low']:.3g}, {right[k + '_high']:.3g}]" for k in ("time", "balance")
+                if right[k] is not None}
+        small = right["time"] is not None and right["time"] <= quantum
+        names = [f"for time {span['time']}" + (", the smallest that the hardware runs well" if small else "")
+                 if "time" in span else "", f"for tokens {quantum}", f"balance of both {span['balance']}"]
+        return ", ".join(filter(None, names))
+
     def __str__(self):
         parts = list(self.missing)
         if self.cost:
@@ -80,13 +90,8 @@ class Decision:
                            for t in (self.cost.fixed, self.cost.per_sequence))
             parts.append(f"A step takes {fixed}, and {each} for each example.")
         if self.noise:
-            right, lost = self.right, self.lost()
-            span = {k: f"{right[k]:.3g} [{right[k + '_low']:.3g}, {right[k + '_high']:.3g}]" for k in ("time", "balance")
-                    if right[k] is not None}
-            small = right["time"] is not None and right["time"] <= self.quantum
-            names = [f"for time {span['time']}" + (", the smallest that the hardware runs well" if small else "")
-                     if "time" in span else "", f"for tokens {self.quantum}", f"balance of both {span['balance']}"]
-            parts.append(f"Right batch, in examples: {', '.join(filter(None, names))}: the noise scale of {self.of_what}.")
+            lost = self.lost()
+            parts.append(f"Right batch, in examples: {self.brief()}: the noise scale of {self.of_what}.")
             parts.append(f"This batch, {self.batch}, takes " + ", ".join(
                 f"{share:.0%} more {what}" for what, share in lost.items()) + f" than the right one for it. {TUNED}")
         return " ".join(parts)

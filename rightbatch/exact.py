@@ -3,7 +3,7 @@ Every layer that can be had, not norm layers alone: linear, embedding, a head ti
 
 A layer's tap turns its x and dy into |c_b|^2 at once (per_example.py), since c_b itself is as large as the weight. The sum over
 examples is the gradient that autograd has anyway: a hook on each parameter adds it up before anything else is done to it, which
-takes as much memory as the gradients do. Parameters that no tap covers are counted, too, so that the coverage can be told.
+takes as much memory as the gradients do.
 A layer is dropped, with a word, where its own sum over examples is not the parameter's gradient: its weight is used elsewhere.
 """
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from rightbatch import per_example, taps
+from rightbatch import per_example, rows, taps
+from rightbatch.moments import is_dtensor
 from rightbatch.passes import AGAIN, in_backward
 from rightbatch.recognise import WatchError
 
@@ -20,7 +21,7 @@ CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d)
 OWN_FORWARD = "has a forward pass of its own"
 
 
-@dataclass
+@dataclass(eq=False)
 class Layer:
     name: str
     kind: str  # linear, transposed (GPT-2's Conv1D), embedding, convolution
@@ -53,18 +54,28 @@ def kind_of(module):
     return "transposed" if same else None
 
 
+def body_of(model):
+    """The parameters that are trained and none of the tables, nor of the biases beside them."""
+    tables = rows.tables(model)
+    beside = {m._parameters.get("bias") for m in model.modules() if m._parameters.get("weight") in tables}
+    return {p for p in model.parameters() if p.requires_grad} - tables - beside
+
+
 class Exact:
-    """The taps of mode="exact". `on`: whether the present step is measured."""
+    """The taps of mode="exact"."""
+    on = True  # every step is measured
 
     def __init__(self, model, owner, skipped):
-        self.owner, self.on, self.handles = owner, True, []
+        self.owner, self.handles, self.body = owner, [], body_of(model)
         layers = [Layer(name, kind, module) for name, module in model.named_modules()
                   if (kind := kind_of(module)) and not skipped(name)]
-        self.parameters = {p: name for name, p in model.named_parameters() if p.requires_grad}
-        if any(hasattr(p, "placements") for p in self.parameters):
+        trained = {p: name for name, p in model.named_parameters() if p.requires_grad}
+        if any(map(is_dtensor, trained)):
             raise WatchError("mode='exact' needs whole gradients, and these are sharded: mode='norm' works under FSDP")
         self.left_out, self.sums = unmeasurable(model, layers), {}
         self.layers = [layer for layer in layers if layer.name not in self.left_out]
+        own = {p for layer in self.layers for p in layer.parameters}
+        self.parameters = {p: name for p, name in trained.items() if p in own}
         self.silent = set()  # left out since an earlier step. Within a step all calls are alike: checkpointing compares them
         for layer in self.layers:
             if layer.kind == "embedding":
@@ -75,19 +86,18 @@ class Exact:
     # -- in the forward and backward passes
 
     def add(self, parameter, grad):
-        if self.on:
-            acc = torch.promote_types(grad.dtype, torch.float32)
-            self.sums[parameter] = self.sums[parameter] + grad if parameter in self.sums else grad.detach().to(acc, copy=True)
+        acc = torch.promote_types(grad.dtype, torch.float32)
+        self.sums[parameter] = self.sums[parameter] + grad if parameter in self.sums else grad.detach().to(acc, copy=True)
 
     def expand(self, module, args):
         """Positions come as (1, T) and are broadcast behind the embedding; an example's own gradient needs (B, T)."""
         B = self.owner.current.B
-        if self.on and torch.is_grad_enabled() and args and args[0].dim() == 2 and args[0].shape[0] == 1 and B:
+        if torch.is_grad_enabled() and args and args[0].dim() == 2 and args[0].shape[0] == 1 and B:
             return (args[0].expand(B, -1), *args[1:])
         return None
 
     def tap(self, layer, module, args, kwargs, y):
-        if not self.on or layer.name in self.silent:
+        if layer.name in self.silent:
             return None
         if torch.compiler.is_compiling():
             torch._dynamo.graph_break()  # its loops are not for a compiler
@@ -121,12 +131,12 @@ class Exact:
         weight, bias = layer.module.weight, layer.module._parameters.get("bias")
         total, sums = dy.new_zeros(2), {}
         if weight.requires_grad:
-            p = self.owner.metric_of(weight)
+            p = self.owner.moments.of(weight) if weight in self.body else None
             sq, dW = (self.embedding if layer.kind == "embedding" else self.weight)(layer, x, dy, p, rows)
             total = total + F.pad(sq.sum(1), (0, 2 - len(sq)))
             sums[weight] = dW
         if bias is not None and bias.requires_grad:
-            p = self.owner.metric_of(bias)
+            p = self.owner.moments.of(bias)
             c = dy.flatten(2).sum(2) if layer.kind == "convolution" else dy.reshape(dy.shape[0], -1, dy.shape[-1]).sum(1)
             total = total + torch.stack([c.square().sum(), c.new_zeros(()) if p is None else (p * c.square()).sum()])
             sums[bias] = c.sum(0)
@@ -160,6 +170,7 @@ class Exact:
         return sum(sq for _, sq, _ in pieces), torch.cat([dW for dW, _, _ in pieces]).view(module.weight.shape)
 
     def embedding(self, layer, idx, dy, p, rows):
+        """A table: there is no metric."""
         weight, padding = layer.module.weight, layer.module.padding_idx
         B, C = idx.shape[0], weight.shape[1]
         idx, dy = idx.reshape(B, -1), dy.reshape(B, -1, C)
@@ -169,7 +180,7 @@ class Exact:
         head = known[1] if isinstance(known, tuple) else None
         if head is not None and padding is not None:
             head = head * (idx != padding)[..., None]
-        sq = per_example.embedding_sq_norms(dy, idx, p, head)
+        sq = per_example.embedding_sq_norms(dy, idx, head)
         if layer.checked:
             return sq, None
         return sq, torch.zeros_like(weight, dtype=dy.dtype).index_add_(0, idx.reshape(-1), dy.reshape(-1, C))
@@ -185,9 +196,9 @@ class Exact:
         for layer in self.layers:
             if layer.checked or layer.sums is None:
                 continue
-            wrong = [p for p in layer.sums if (own[p] - self.sums[p]).norm() > 0.05 * self.sums[p].norm()]
-            if wrong:
-                self.left_out.setdefault(layer.name, f"{self.parameters[wrong[0]]} is used elsewhere, too")
+            off = {p: (own[p] - self.sums[p]).norm() for p in layer.sums}  # together: keys' bias may have nothing but rounding
+            if torch.stack([*off.values()]).norm() > 0.05 * torch.stack([self.sums[p].norm() for p in off]).norm():
+                self.left_out.setdefault(layer.name, f"{self.parameters[max(off, key=off.get)]} is used elsewhere, too")
             layer.sums, layer.checked = None, True
 
     def used_layers(self):
@@ -210,27 +221,38 @@ class Exact:
                          float(sum(self.sums[p].square().sum() for p in parameters))))
         return rows
 
-    def collect(self, norm_sites):
-        """(numbers, counts) of the layers that are covered: q, big, q and big in Adam's metric (big None where Adam does not
-        step all of them), |gradient|^2 not covered."""
-        used = self.used_layers()
-        covered = {p for la in used for p in la.parameters}
-        elsewhere = {p for site in norm_sites for p in site.parameters}
+    def collect(self, norm):
+        """({"total": (q, big)} of all weights; "body", all but the tables; "total_adam", the body in Adam's metric where Adam
+        steps all of it; "coverage": weights of the body that are measured, and all; counts), over all ranks, norm layers
+        included."""
+        used, owner = self.used_layers(), self.owner
+        covered = {p: p in self.body for layer in used for p in layer.parameters}
         sums = self.sums_everywhere()
-        first = next(iter(sums.values()))
-        grads = [la.leaf.grad for la in used] or [first.new_zeros(2 + taps.HEAD)]
-        q, counts = torch.stack([g[:2] for g in grads]).sum(0), torch.stack([g[2:] for g in grads]).amax(0)
-        big, weighted, rest = (first.new_zeros(()) for _ in range(3))
+        empty = next(iter(sums.values()), next(iter(self.owner.model.parameters()))).new_zeros(2 + taps.HEAD)
+        grads = {layer: layer.leaf.grad for layer in used}
+        q_body, q_tables = (torch.stack([empty, *(g for layer, g in grads.items() if covered[layer.parameters[0]] == inside)]
+                                        ).sum(0)[:2] for inside in (True, False))
+        own_counts = torch.stack([empty, *grads.values()]).amax(0)[2:]
+        parts = torch.cat([q_body, q_tables, own_counts])
+        owner.sum_over_ranks(parts)
+        (q, q_adam, q_tables, _), own_counts = parts[:4], parts[4:]
+        big, big_adam, big_tables = (empty.new_zeros(()) for _ in range(3))
         for p, s in sums.items():
-            self.owner.sum_over_ranks(s)
-            if p in covered:
-                metric = self.owner.metric_of(p)
+            owner.sum_over_ranks(s)
+            if not covered.get(p, True):
+                big_tables = big_tables + s.square().sum()
+            elif p in covered:
+                metric = owner.moments.of(p)
                 big = big + s.square().sum()
-                weighted = None if metric is None or weighted is None else weighted + (metric * s.square()).sum()
-            elif p not in elsewhere:
-                rest = rest + s.square().sum()
+                big_adam = None if metric is None or big_adam is None else big_adam + (metric * s.square()).sum()
         self.forget()
-        return (q[0], big, q[1], weighted, rest), counts
+        body = [a + b for a, b in zip((q, big), norm.get("norm", (0, 0)))]
+        measured = {p for p, inside in covered.items() if inside} | {p for site in owner.sites for p in site.parameters}
+        found = {"total": [body[0] + q_tables, body[1] + big_tables], "body": body,
+                 "coverage": [big.new_full((), sum(p.numel() for p in some)) for some in (measured, self.body)]}
+        if big_adam is not None and ("norm_adam" in norm or not owner.sites):
+            found["total_adam"] = [a + b for a, b in zip((q_adam, big_adam), norm.get("norm_adam", (0, 0)))]
+        return found, own_counts
 
     def sums_everywhere(self):
         """Several ranks add up the same parameters in the same order, also those that got no gradient on some of them."""

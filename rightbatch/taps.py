@@ -19,8 +19,13 @@ import torch
 HEAD = 6  # counts at the end of a leaf: forward passes, examples, lengths, lengths^2, sum of (own share in the pass)^2, tokens
 
 
+def length(n):
+    return 2 * n + HEAD
+
+
 def new_leaf(n, dtype, device):
-    return torch.zeros(2 * n + HEAD, dtype=dtype, device=device, requires_grad=True)
+    """Nobody reads a leaf, only its gradient: one number stands for all."""
+    return torch.zeros((), dtype=dtype, device=device).expand(length(n)).requires_grad_()
 
 
 def head(B, tokens, lengths, dtype, device):

@@ -2,10 +2,10 @@
 What is measured in a training step, between the probes and the noise scale (gns.py). It knows a model's parameters and
 sites, and nothing of the trainer around it.
 
-    tracker = Tracker(dict(model.named_parameters()), {mode: model.probe_sites(mode) for mode in ("norm", "exact")},
-                      micro_batch_size=8, half_life_tokens=250_000)
-    tracker.begin(tokens_before, tokens_after)
-    given = tracker.given()                                  # for each micro-batch, to the model: {} or {probes, metrics}
+    tracker = Tracker(dict(model.named_parameters()), {mode: model.probe_sites(mode) for mode in ("norm", "exact", "rows")},
+                      tables(model), micro_batch_size=8, half_life_tokens=250_000)
+    tracker.begin()
+    given = tracker.given()                                  # for each micro-batch, to the model: {}, or what its forward takes
     loss = model(x, y, **given)[1]; loss.backward()
     tracker.take(given)
     record = tracker.record()                                # after the last, before clipping: {name: tensor}
@@ -16,103 +16,130 @@ sites, and nothing of the trainer around it.
 On the device nothing is asked of the host: what the probes got is kept as it is. Sums over examples and sites, the unbiased
 pair of each group and the averages are made on the host, for every step, when somebody wants to see them.
 
-Groups: norm; in exact mode also attention, mlp, embedding, head (if untied), total, and block_0, block_1, ...
-Calibration: now and then a step is exact, for the factor from the norm layers to the whole model. EXACT_EXAMPLES of its
-examples are measured in all layers: the mean of |g_b|^2 over some of them estimates the same number as over all.
+Groups: norm; in exact mode also attention, mlp, embedding, head (if untied), body, total, and block_0, block_1, ...
+The whole model is its body: every weight but the tables (rows.py says which and why). In the optimizer's metric total is the
+body, and tables have no numbers; the plain total has all weights, as in the paper.
+Calibration: one step in rows.EVERY samples a few rows of each weight of the body, for the factor from the norm layers to it.
 Several processes: each measures its own B / world examples, and records are summed over processes. |G|^2 is of the gradient
 after averaging: every process has all of it (copies = world), or a part (copies = 1).
 
 A site is a (parameter name, group, layer) whose probe gets norms; the bias beside that weight belongs to it.
-B examples in the step, S sites, P parameters.
+B examples in the step, S sites, P parameters, O rows of a weight.
 """
-
-import math
 
 import numpy as np
 import torch
 
-from rightbatch import gns
+from rightbatch import gns, rows
 from rightbatch.metric import weighted_sq
 
-EXACT_EARLY = 12  # exact steps for calibration while the tokens grow e-fold, at first
-EXACT_MOST = 8  # at most one exact step in so many, later
-EXACT_EXAMPLES = 8  # examples that are measured in all layers in such a step, rounded up to micro-batches
-ALL = 2**31  # micro-batches: more than any step has
 # rows of the probes that hold squared norms, and the name of |G|^2 in the record: plain, and in the optimizer's metric
 PLAIN, ADAM = (slice(0, 2), "param_sq"), (slice(2, 4), "param_psq")
 
 
 class Tracker:
-    def __init__(self, parameters, sites, mode="norm", *, micro_batch_size, half_life_tokens, calibrate_tokens=0, metric=None,
-                 rank=0, world=1, copies=1, device="cpu"):
-        """parameters: {name: parameter}. sites: {"norm": [...], "exact": [...]}. metric: a function of {name: parameter} that
-        gives weights per coordinate as ({name: this process's part}, {name: whole}), or None while there are none."""
-        self.parameters, self.sites, self.mode = parameters, sites, mode
-        self.micro_batch_size, self.calibrate_tokens, self.metric = micro_batch_size, calibrate_tokens, metric
-        self.rank, self.world, self.copies, self.device = rank, world, copies, device
+    def __init__(self, parameters, sites, tables=(), mode="norm", *, micro_batch_size, half_life_tokens, calibrate=False,
+                 metric=None, row_metric=None, sharded=False, seed=0, rank=0, world=1, device="cpu"):
+        """parameters: {name: parameter}. sites: {"norm": [...], "exact": [...], "rows": [...]}. tables: parameters that are
+        none of the body. metric: a function of {name: parameter} that gives weights per coordinate as ({name: this process's
+        part}, {name: whole}), or None while there are none; row_metric: of [(parameter, row numbers)] whole ones, flat, one
+        after the other. sharded: each process has a part of every gradient."""
+        self.parameters, self.sites, self.mode, self.sharded = parameters, sites, mode, sharded
+        self.micro_batch_size, self.metric, self.row_metric = micro_batch_size, metric, row_metric
+        self.rank, self.world, self.device, self.seed = rank, world, device, seed
+        self.copies = 1 if sharded else world  # processes that hold the same gradient
         names = list(parameters)
-        self.members = {kind: membership(those, names) for kind, those in sites.items()}
+        self.tables = {name for name, p in parameters.items() if any(p is table for table in tables)}
+        self.members = {kind: membership(sites[kind], names, self.tables) for kind in ("norm", "exact")}
         covered = self.members["exact"]["total"][1]
         assert covered.all(), f"no site for {[n for n, c in zip(names, covered) if not c]}"
-        self.masks = {"norm": self.members["norm"]["norm"][1], "exact": covered}
+        self.masks = {"norm": self.members["norm"]["norm"][1], "exact": self.members["exact"]["body"][1]}
         self.watched = {kind: {n: p for (n, p), inside in zip(parameters.items(), mask) if inside}
                         for kind, mask in self.masks.items()}
         self.groups = list(self.members[mode]) if mode != "off" else []
         self.metrics = {"": PLAIN} | ({"_adam": ADAM} if metric else {})
+        plain_only = {"embedding", "head", "body"} | {group for group in self.groups if group.startswith("block_")}
         self.scales = {group + suffix: gns.NoiseScale(half_life_tokens, gns.EARLY) for suffix in self.metrics
-                       for group in self.groups if not (suffix and group.startswith("block_"))}
-        calibrated = self.metrics if mode == "norm" and calibrate_tokens else ()
+                       for group in self.groups if not (suffix and group in plain_only)}
+        calibrated = self.metrics if mode == "norm" and calibrate else ()
         self.calibrations = {suffix: gns.Calibration(half_life_tokens, gns.EARLY) for suffix in calibrated}
-        self.norm_sites = [i for i, site in enumerate(sites["exact"]) if site[1] == "norm"]
-        self.probes, self.taken, self.weights = {}, [], None
+        self.heights = [parameters[name].shape[0] for name, _, _ in sites["rows"]]
+        self.per_weight = min([rows.ROWS, *self.heights])
+        self.row_scale = np.array(self.heights) / self.per_weight
+        self.row_parameters = [(name, site) for site, (weight, _, _) in enumerate(sites["rows"])
+                               for name in (weight, weight.removesuffix("weight") + "bias") if name in parameters]
+        self.row_sizes = [self.per_weight * parameters[name][:1].numel() for name, _ in self.row_parameters]
+        self.steps = 0  # begun so far
+        self.probes, self.taken, self.sampled, self.weights, self.sample = {}, [], [], None, None
         self.newest_pairs, self.newest_norms = {}, None  # of the newest step alone: log keys; its example_sq
 
     # -- on the device, during a step
 
-    def begin(self, before, after):
-        """A step from `before` to `after` tokens."""
-        self.taken, self.weights = [], None
-        self.calibrating = bool(self.calibrations) and calibrates(before, after, self.calibrate_tokens)
+    def begin(self):
+        self.steps += 1
+        self.taken, self.sampled, self.weights, self.sample = [], [], None, None
         if self.metric and self.mode != "off":
-            self.weights = self.metric(self.watched["exact" if self.calibrating else self.mode])
-        self.exact_micro_batches = exact_micro_batches(self.micro_batch_size, self.world)
-        if self.metric and not self.weights:  # norm layers have one: without it they would be compiled once more
-            self.exact_micro_batches = ALL
+            self.weights = self.metric(self.watched[self.mode])
+        if self.calibrations and self.heights and rows.samples(self.steps):
+            self.sample = self.draw()
+
+    def draw(self):
+        """{rows (S, k) of this step, pairs [(name, rows)] of their parameters, flat: their metric, metrics: {name: part}}"""
+        chosen = torch.tensor(rows.draw(self.seed, self.steps, self.heights, self.per_weight))
+        chosen = chosen.to(self.device, non_blocking=True)
+        of_site = chosen.unbind()
+        pairs = [(name, of_site[site]) for name, site in self.row_parameters]
+        flat = self.weights and self.row_metric([(self.parameters[name], own) for name, own in pairs])
+        metrics = None if flat is None else {name: part.view(self.per_weight, *self.parameters[name].shape[1:])
+                                             for (name, _), part in zip(pairs, flat.split(self.row_sizes))}
+        return {"rows": chosen, "pairs": pairs, "flat": flat, "metrics": metrics}
 
     def given(self):
-        """What the next micro-batch passes to the model: {} or {probes, metrics}."""
+        """What the next micro-batch passes to the model."""
         if self.mode == "off":
             return {}
-        mode = "exact" if self.calibrating and len(self.taken) < self.exact_micro_batches else self.mode
-        metrics = {name: self.weights[1][name] for name in self.watched[mode]} if self.weights else None
-        return {"probes": self.probes_for(len(self.sites[mode]), 4 if metrics else 2), "metrics": metrics}
+        given = {"probes": self.probes_for(len(self.sites[self.mode]), self.weights),
+                 "metrics": self.weights and self.weights[1]}
+        if self.sample:
+            probes = self.probes_for(len(self.sites["rows"]), self.sample["metrics"])
+            given["sample"] = probes, self.sample["rows"], self.sample["metrics"]
+        return given
 
-    def probes_for(self, sites, rows):
+    def probes_for(self, sites, metrics):
         """Kept, so that torch.compile sees the same leaf."""
-        if (sites, rows) not in self.probes:
-            self.probes[sites, rows] = torch.zeros(sites, rows, self.micro_batch_size, device=self.device, requires_grad=True)
-        return self.probes[sites, rows]
+        height = 4 if metrics else 2
+        if (sites, height) not in self.probes:
+            self.probes[sites, height] = torch.zeros(sites, height, self.micro_batch_size, device=self.device,
+                                                     requires_grad=True)
+        return self.probes[sites, height]
 
-    def take(self, given):
+    def take(self, given, keep=True):
         """After the backward pass of one micro-batch: keep its norms."""
-        if given:
-            self.taken.append(given["probes"].grad)
-            given["probes"].grad = None
+        for probes, kept in ((given.get("probes"), self.taken), (given.get("sample", (None,))[0], self.sampled)):
+            if probes is not None:
+                kept += [probes.grad] * keep
+                probes.grad = None
 
     def record(self):
         """The step's norms as {name: tensor}, before clipping, to be summed over processes. In the scale of the backward pass,
         which example_sq undoes."""
-        if not self.taken:
-            return {}
-        exact = self.exact_micro_batches if self.calibrating else 0
-        parts = {"exact_sq": self.taken[:exact], "sq": self.taken[exact:]}
-        record = {name: self.in_order(taken) for name, taken in parts.items() if taken}
-        if self.weights:
+        record = {name: self.in_order(taken) for name, taken in (("sq", self.taken), ("rows_sq", self.sampled)) if taken}
+        if self.weights and self.taken:
             part = self.weights[0]
             grads = [local(self.parameters[name].grad) for name in part]
             record["param_psq"] = weighted_sq(grads, list(part.values())) / self.copies  # of the watched parameters alone
-            self.weights = None  # as large as the model in an exact step
+        if self.sampled:
+            record["rows_big"] = self.rows_of_gradient() / self.copies
+        self.weights = self.sample = None  # as large as the model in exact mode
         return record
+
+    def rows_of_gradient(self):
+        """(1 or 2 metrics, parameters): squared norms of the sampled rows of the step's gradient, of this process's part."""
+        parts = [rows.picked(local(p.grad), own, p.shape[0], self.rank, self.world).flatten()
+                 for name, own in self.sample["pairs"] for p in [self.parameters[name]]]
+        squares = torch.cat(parts).float().square_()
+        weighed = [squares] if self.sample["flat"] is None else [squares, squares * self.sample["flat"]]
+        return torch.stack([part for flat in weighed for part in torch._foreach_norm(flat.split(self.row_sizes), 1)])
 
     def in_order(self, taken):
         """One process: (micro-batch, S, rows, example). Several: one more axis for the rank, zeros in the others' places, so
@@ -129,43 +156,57 @@ class Tracker:
         """Bring the averages up to date with one step; values: its record as {name: flat float64 array}."""
         if self.mode == "off":
             return
-        measured, parts = {}, [self.example_sq("sq", values, self.mode, B)] if "sq" in values else []
-        if "exact_sq" in values:
-            measured["exact"] = self.example_sq("exact_sq", values, "exact", B)
-            parts.insert(0, measured["exact"][:, self.norm_sites])
-        measured[self.mode] = np.concatenate(parts)
-        self.newest_pairs, self.newest_norms = {}, measured[self.mode]
+        sq = self.example_sq("sq", values, len(self.sites[self.mode]), B, 4 if "param_psq" in values else 2)
+        self.newest_pairs, self.newest_norms = {}, sq
         if B == 1:
             return  # one example says nothing about noise
-        param_sq = {"param_sq": values["param_sq"]}
+        big = {"param_sq": values["param_sq"]}
         if "param_psq" in values:  # there is no metric before the optimizer's first step
-            param_sq["param_psq"] = np.zeros(len(self.parameters))
-            param_sq["param_psq"][self.masks["exact" if "exact" in measured else self.mode]] = values["param_psq"]
-        for suffix, (rows, big) in self.metrics.items():
-            if big in param_sq:
-                sums = {mode: (sq[:, :, rows].sum((0, 2, 3)), sq.shape[0] * sq.shape[3]) for mode, sq in measured.items()}
-                self.absorb_metric(suffix, sums, param_sq[big], B, tokens)
+            big["param_psq"] = np.zeros(len(self.parameters))
+            big["param_psq"][self.masks[self.mode]] = values["param_psq"]
+        for metric, (suffix, (own, name)) in enumerate(self.metrics.items()):
+            if name in big:
+                self.absorb_metric(suffix, sq[:, :, own], big[name], B, tokens)
+                if suffix in self.calibrations:
+                    both = ()
+                    if "rows_sq" in values and values["rows_big"].size > metric * len(self.row_parameters):
+                        rows_big = values["rows_big"].reshape(-1, len(self.row_parameters))
+                        sampled = self.example_sq("rows_sq", values, len(self.heights), B, 2 * len(rows_big))[:, :, own]
+                        both = self.calibration_pairs(sq[:len(sampled), :, own], sampled, big[name], rows_big[metric], B)
+                    self.calibrations[suffix].update(self.scales["norm" + suffix], tokens, *both)
 
-    def absorb_metric(self, suffix, sums, param_sq, B, tokens):
-        """One step in one metric. sums: {mode: ((S,) summed over the examples measured in that mode, how many)}; param_sq (P,)
-        of the mean gradient of all B."""
-        pairs = {mode: {group: gns.unbiased_pair(float(sq[sites].sum()) / n, float(param_sq[params].sum()), 1, B)
-                        for group, (sites, params) in self.members[mode].items()} for mode, (sq, n) in sums.items()}
-        for group, (sq_norm, tr_sigma) in pairs[self.mode].items():
+    def absorb_metric(self, suffix, sq, param_sq, B, tokens):
+        """One step in one metric. sq (micro-batch, S, 2, example); param_sq (P,) of the mean gradient of all B."""
+        sums = sq.sum((0, 2, 3)) / B
+        for group, (sites, params) in self.members[self.mode].items():
             if group + suffix in self.scales:
+                sq_norm, tr_sigma = gns.unbiased_pair(float(sums[sites].sum()), float(param_sq[params].sum()), 1, B)
                 self.scales[group + suffix].update(sq_norm, tr_sigma, tokens)
                 step = f"gns/{group}{suffix}_step"
                 self.newest_pairs |= {f"{step}_sq_norm": sq_norm, f"{step}_tr_sigma": tr_sigma}
-        if suffix in self.calibrations:  # both of the same examples, so that their errors cancel
-            both = (pairs["exact"]["total"], pairs["exact"]["norm"]) if "exact" in pairs else ()
-            self.calibrations[suffix].update(self.scales["norm" + suffix], tokens, *both)
 
-    def example_sq(self, name, values, mode, B):
+    def calibration_pairs(self, sq, sampled, param_sq, rows_big, B):
+        """The pairs of the body and of the norm layers, by the same examples, so that their errors cancel. sq and
+        sampled (micro-batch, S, 2, example) of norm layers and sampled rows; param_sq (P,), rows_big of every sampled one."""
+        examples = sq.shape[0] * sq.shape[3]
+        small, big = float(sq.sum()) / examples, float(param_sq[self.members["norm"]["norm"][1]].sum())
+        scale = self.row_scale[[site for _, site in self.row_parameters]]
+        more = float(sampled.sum((0, 2, 3)) @ self.row_scale) / examples
+        body = gns.unbiased_pair(small + more, big + float(rows_big @ scale), 1, B)
+        return body, gns.unbiased_pair(small, big, 1, B)
+
+    def example_sq(self, name, values, sites, B, height):
         """|g_b|^2 as (micro-batch, site, row, example of the micro-batch); rows: weight, bias, perhaps both in the metric. Each
         process's n_local examples had a share 1/n_local in its loss: backward held c_b = loss_scale * g_b / n_local."""
-        n_local, rows = B // self.world, 4 if "param_psq" in values else 2
-        sq = values[name].reshape(-1, len(self.sites[mode]), rows, self.micro_batch_size)
+        n_local = B // self.world
+        sq = values[name].reshape(-1, sites, height, self.micro_batch_size)
         return sq * (n_local / float(values["loss_scale"][0])) ** 2
+
+    def tokens_to_factor(self, suffix, tokens_per_step):
+        """Roughly, the tokens until there is a factor; None where nothing tells, or there is one."""
+        calibration = self.calibrations.get(suffix)
+        steps = calibration and calibration.steps_to_go()
+        return rows.steps_until(self.steps, steps) * tokens_per_step if steps else None
 
     def row(self):
         """The keys of a log line."""
@@ -179,29 +220,31 @@ class Tracker:
         return row
 
     def state_dict(self):
-        return {"scales": {name: scale.state_dict() for name, scale in self.scales.items()},
+        return {"steps": self.steps, "scales": {name: scale.state_dict() for name, scale in self.scales.items()},
                 "calibrations": {suffix: calibration.state_dict() for suffix, calibration in self.calibrations.items()}}
 
     def load_state_dict(self, state):
+        self.steps = state["steps"]
         for name, scale in self.scales.items():
-            if name in state["scales"]:  # fsdp measures fewer than one process, and one may go on where the other was
+            if name in state["scales"]:  # a run may go on with more or fewer metrics than it had
                 scale.load_state_dict(state["scales"][name])
         for suffix, calibration in self.calibrations.items():
             if suffix in state["calibrations"]:
                 calibration.load_state_dict(state["calibrations"][suffix])
 
 
-def membership(sites, names):
+def membership(sites, names, tables=()):
     """{group: (mask over sites, mask over parameters)}; a site's bias goes with its weight."""
     kinds = {kind for _, kind, _ in sites}
     groups = ["norm"]
     if kinds - {"norm"}:
         layers = sorted({layer for _, _, layer in sites if layer is not None})
         groups += [kind for kind in ("attention", "mlp", "embedding", "head") if kind in kinds]
-        groups += ["total", *(f"block_{layer}" for layer in layers)]
+        groups += ["body", "total", *(f"block_{layer}" for layer in layers)]
     masks = {}
     for group in groups:
-        belongs = [group in (kind, "total", f"block_{layer}") for _, kind, layer in sites]
+        belongs = [group in (kind, "total", f"block_{layer}", "body" if name not in tables else "")
+                   for name, kind, layer in sites]
         weights = {name for (name, _, _), inside in zip(sites, belongs) if inside}
         inside = weights | {name.removesuffix("weight") + "bias" for name in weights}
         masks[group] = np.array(belongs), np.array([name in inside for name in names])
@@ -231,23 +274,6 @@ def scale_row(scales):
 def named(key, estimate):
     """{key, key_low, key_high} of (value, low, high), or of None."""
     return dict(zip((key, f"{key}_low", f"{key}_high"), estimate or (None, None, None)))
-
-
-def calibrates(before, after, every):
-    """Whether the step from `before` to `after` tokens is exact: one in `every` tokens, and at most one in EXACT_MOST steps. At
-    first they are closer, so that the averages, which look back over a share of the tokens alone, always hold several; but of
-    steps of one size never two in a row, since the others tell what a step costs."""
-    two = 2 * (after - before)
-    if before < EXACT_EARLY * every:
-        begun, ended = before // two, after // two
-        return before == 0 or ended > begun > 0 and (
-            math.floor(EXACT_EARLY * math.log(ended)) > math.floor(EXACT_EARLY * math.log(begun)))
-    return crossed(before, after, max(every, EXACT_MOST * (after - before)))
-
-
-def exact_micro_batches(micro_batch_size, world):
-    """Those of each process that are exact in an exact step."""
-    return -(-EXACT_EXAMPLES // (micro_batch_size * world))
 
 
 def crossed(before, after, every):

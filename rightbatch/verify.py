@@ -10,12 +10,14 @@ a mean over tokens, examples of different length have different shares of it; th
 The model computes as it is (dropout off, its own dtype), so that bf16 shows bf16's error. Nothing is left behind in it.
 """
 
+import functools
 import inspect
 from dataclasses import dataclass
 
 import torch
 
 from rightbatch import inputs
+from rightbatch.sampled import got
 from rightbatch.watch import watch
 
 
@@ -46,7 +48,7 @@ def off(got, want):
 
 
 def verify(model, loss_fn, batch, examples=8, **options):
-    """A Report on the layers that watch measures: norm layers, and with mode="exact" others, too. loss_fn(model, batch) -> a
+    """A Report on what watch measures: norm layers, sampled rows of others, with mode="exact" all. loss_fn(model, batch) -> a
     mean loss over the batch; loss_fn(model, batch, w) where it needs w.batch. batch: a tensor, or tensors in a dict, list or
     tuple, with the examples in dimension `batch_dim`; the first few are used. `options` go to watch."""
     dim = options.get("batch_dim", 0)
@@ -67,8 +69,11 @@ def compare(model, loss_fn, batch, dim, n, options):
     more = (w,) if len(inspect.signature(loss_fn).parameters) > 2 else ()
     try:
         loss_fn(model, cut(batch, dim, 0, n), *more).backward()
-        measured = [(s.name, s.parameters, *norm_row(s)) for s in w.sites if s.leaf.grad is not None]
-        measured += w.exact.rows() if w.exact else []
+        measured = [(s.name, [(p, torch.flatten) for p in s.parameters], *row(s, s.trained)) for s in w.sites if got(s)]
+        measured += [(s.name, [(p, functools.partial(s.pick, name)) for name, p in s.trained.items()], *row(s))
+                     for s in (w.sampled.layers if w.sampled else ()) if got(s)]
+        measured += [(name, [(p, torch.flatten) for p in parameters], *pair)
+                     for name, parameters, *pair in (w.exact.rows() if w.exact else ())]
         lengths = w.current.lengths
     finally:
         w.close()
@@ -77,16 +82,16 @@ def compare(model, loss_fn, batch, dim, n, options):
     for b in range(n):
         model.zero_grad(set_to_none=True)
         (loss_fn(model, cut(batch, dim, b, 1), *more) * float(shares[b])).backward()
-        for i, (_, parameters, *_) in enumerate(measured):
-            c = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).detach().double().flatten() for p in parameters])
+        for i, (_, own, *_) in enumerate(measured):
+            c = torch.cat([pick((torch.zeros_like(p) if p.grad is None else p.grad).detach().double()) for p, pick in own])
             squares[i], sums[i] = squares[i] + float(c.square().sum()), sums[i] + c
     rows = [(name, q, squares[i], big, float(sums[i].square().sum())) for i, (name, _, q, big) in enumerate(measured)]
     return Report(rows, w.left_out | (w.exact.left_out if w.exact else {}), n)
 
 
-def norm_row(site):
+def row(site, trained=lambda numbers: [numbers]):
     """(q, big) of an open step."""
-    sums, squares = (torch.cat(site.trained(v)) for v in site.leaf.grad.double()[:2 * site.size].split(site.size))
+    sums, squares = (torch.cat(trained(v)) for v in site.leaf.grad.double()[:2 * site.size].split(site.size))
     return float(squares.sum()), float(sums.square().sum())
 
 

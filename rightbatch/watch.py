@@ -5,9 +5,9 @@ The gradient noise scale of any model, in any training loop.
     w = watch(model)                 # before torch.compile; DDP and FSDP before or after
     ...                              # forward and backward, as often as you accumulate
     w.step()                         # after the last backward pass of a step; with watch(model, optimizer) by itself
-    print(w)                         # noise scale 38 [32, 46] sequences
-    log(w.row())                     # {"gns/norm": 38.1, "gns/norm_low": ..., ...}, the keys of train.py
-    print(w.whatif())                # the right batch on this machine; needs the optimizer, and mode="exact" or calibrate_every
+    print(w)                         # right batch for time 9.79 [8.48, 11.4], for tokens 8, balance of both 58 [44.9, 75.9]
+    log(w.row())                     # {"gns": 58.0, "gns_low": ..., "gns/norm": ..., ...}, the keys of train.py
+    print(w.whatif())                # the right batch on this machine; needs the optimizer
 
 The model's code, its results and its state_dict stay as they are. docs/watch.md has the recipes and what is assumed.
 
@@ -15,7 +15,6 @@ Letters: B examples, c_b what example b adds to the gradient, q = sum |c_b|^2, b
 """
 
 import contextlib
-import itertools
 import sys
 import warnings
 from dataclasses import dataclass
@@ -23,13 +22,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from rightbatch import gns, inputs, step_time, taps
+from rightbatch import gns, inputs, rows, step_time, taps
 from rightbatch.decision import Cost, Decision
 from rightbatch.exact import Exact
 from rightbatch.fuse import fuse, unfuse
-from rightbatch.metric import adam_metric
+from rightbatch.moments import Moments, is_dtensor, whole
 from rightbatch.passes import AGAIN, Pass, in_backward, in_function, in_transform, on_stack
 from rightbatch.recognise import WatchError
+from rightbatch.sampled import Sampled
 from rightbatch.sites import MIXES, check_model, find_sites, skips
 from rightbatch.tracker import named, scale_row
 
@@ -40,8 +40,9 @@ NO_GRADIENT = ("no watched layer got a gradient since the last step: was the mod
 ORDERED = torch.nn.MultiheadAttention, torch.nn.RNNBase  # layers that know where the batch is: batch_first
 
 
-def watch(model, optimizer=None, *, mode="norm", fused=False, calibrate_every=0, batch_dim=0, skip=(), scaler=None,
-          half_life_tokens=250_000, lengths="auto", token_mean="auto", group=None, close_steps=True):
+def watch(model, optimizer=None, *, mode="norm", fused=False, calibrate=True, batch_dim=0, skip=(), scaler=None,
+          half_life_tokens=250_000, lengths="auto", token_mean="auto", group=None, close_steps=True,
+          calibrate_every=None):
     """
     A Watch of the model: print it, or log its row().
 
@@ -50,7 +51,8 @@ def watch(model, optimizer=None, *, mode="norm", fused=False, calibrate_every=0,
     mode              "norm", or "exact": all layers that can be had, at the price of their gradients once more
     fused             let our kernels compute the norm layers that are recognised, and their taps: faster, the same up to
                       rounding. On a CPU they are compiled once, which takes half a minute
-    calibrate_every   with mode="norm": every so many steps is exact, and tells the factor from norm layers to the whole model
+    calibrate         with mode="norm": one step in several samples a few rows of every other weight, which tells the factor
+                      from the norm layers to the whole model, at one per cent of the time
     batch_dim         the dimension of examples in the layers' inputs: 1 for (T, B, C)
     skip              names or patterns of modules to leave out, "*.q_norm"; a name stands for all below it
     scaler            torch.amp.GradScaler, whose factor changes between steps
@@ -61,6 +63,7 @@ def watch(model, optimizer=None, *, mode="norm", fused=False, calibrate_every=0,
                       "step": all tokens of the step weigh alike. "auto": step where the model's loss is divided by
                       num_items_in_batch, as in Hugging Face's Trainer
     group             process group that holds the batch
+    calibrate_every   the former name of calibrate, which needs no number
     close_steps       False: the optimizer is for its metric alone, and w.step() is called by you
     """
     return Watch(**locals())
@@ -97,30 +100,32 @@ class Silent:
 class Watch:
     """What watch() returns, which documents the options."""
 
-    def __init__(self, model, optimizer, *, mode, fused, calibrate_every, batch_dim, skip, scaler, half_life_tokens, lengths,
-                 token_mean, group, close_steps):
+    def __init__(self, model, optimizer, *, mode, fused, calibrate, batch_dim, skip, scaler, half_life_tokens, lengths,
+                 token_mean, group, close_steps, calibrate_every):
         check_options(model, mode=mode, lengths=lengths, token_mean=token_mean, batch_dim=batch_dim,
                       half_life_tokens=half_life_tokens, calibrate_every=calibrate_every)
         self.model, self.scaler, self.group = model, scaler or scaler_of(optimizer), group
         self.batch_dim, self.lengths, self.token_mean, self.half_life_tokens = batch_dim, lengths, token_mean, half_life_tokens
-        self.calibrate_every, self.facts = calibrate_every, inputs.facts_of(model)
-        self.current, self.given, self.documents = Pass(), None, None
+        self.calibrate, self.facts = calibrate, inputs.facts_of(model)
+        self.sites, self.current, self.given, self.documents = [], Pass(), None, None
         self.opened = False  # since the last step
         self.calls, self.hidden = 0, []  # calls of the model at work; passes with layers to be called again
         self.waiting, self.checked, self.steps = [], False, 0
         self.newest, self.newest_length, self.unmeasured = None, None, 0  # of the steps that were fetched
-        self.scales, self.covered = {}, [0.0, 0.0]
+        self.scales, self.covered = {}, None
         self.calibrations = {}  # "", and "_adam" in Adam's metric
         self.timer, self.saved_times, self.quantum = None, None, 1
         self.asked = False  # to be told when the backward pass at work is over
         self.events, self.closed = [], None  # moments (step_time.from_hooks) of the step at work, of the one in the optimizer
-        self.optimizers, self.groups = [], {}  # parameter -> (its optimizer, its group there)
+        self.optimizers = []
+        self.moments = Moments(self.optimizers)
         self.stepped = []  # optimizers, since the last step was closed
         self.depth = 0  # of optimizer.step: a subclass that calls the one of its base runs the hooks twice
         self.had_gradients = False  # the parameters themselves, behind a backward pass of this step
         self.idle = 0  # times that the optimizer stepped, or gradients were thrown away, before the first step was closed
         self.scaler_states = getattr(self.scaler, "_per_optimizer_states", None)
-        self.handles, self.exact, self.fused, self.close_steps = [], None, {}, close_steps
+        self.handles, self.fused, self.close_steps = [], {}, close_steps
+        self.exact = self.sampled = self.rest = None  # what measures layers that are no norms
         try:
             self.find(model, mode, [skip] if isinstance(skip, str) else skip)
             self.fused = fuse(self.sites) if fused else {}
@@ -137,23 +142,28 @@ class Watch:
         for site in self.sites:  # ahead of hooks of the user's, which may change what a layer returns
             self.handles += [use.module.register_forward_hook(Hook(self.tap, site, use), with_kwargs=True, prepend=True)
                              for use in (site, *site.twins)]
+        if self.sampled:
+            self.sampled.hook_in()
         self.handles.append(model.register_forward_hook(Hook(self.end), always_call=True))
 
     def find(self, model, mode, skip):
         check_model(model)
         self.sites, self.left_out = find_sites(model, skip)
-        if mode == "norm" and not self.sites and "frozen" in self.left_out.values():
-            warnings.warn("the norm layers are frozen, and what their noise scale would be misleads: watching the layers that "
-                          "are trained instead, as with mode='exact'", stacklevel=4)
-            mode = "exact"
-        if mode == "norm" and not self.sites:
+        self.mode = mode
+        if mode == "exact":
+            self.exact = Exact(model, self, lambda name: skips(name, skip))
+        elif self.calibrate:
+            sampled = Sampled(model, self, lambda name: skips(name, skip))
+            self.sampled = sampled if sampled.layers else None
+            if not self.sites and "frozen" in self.left_out.values():
+                warnings.warn("the norm layers are frozen, and what their noise scale would be misleads: watching the layers "
+                              "that are trained instead", stacklevel=4)
+        self.rest = self.exact or self.sampled
+        if not self.watched:
             raise WatchError("nothing to watch: " + (
                 f"its {MIXES}" if MIXES in self.left_out.values() else
-                "it has no norm layer with a weight: mode='exact' watches the other layers"))
-        exact = mode == "exact" or self.calibrate_every
-        self.mode, self.exact = mode, Exact(model, self, lambda name: skips(name, skip)) if exact else None
-        if mode == "exact" and not self.sites and not self.exact.layers:
-            raise WatchError("nothing to watch: no layer that is trained is a norm, linear, embedding or convolution")
+                "no layer that is trained is a norm, linear or convolution" if self.exact or self.calibrate else
+                "it has no norm layer with a weight: calibrate=True samples other layers, mode='exact' takes all of them"))
         self.mixing = [m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
         self.check_mixing()
         self.make_leaves()
@@ -169,7 +179,7 @@ class Watch:
 
     def make_leaves(self):
         """Ahead of the layers, which may be compiled: a leaf is not made within a graph."""
-        for site in self.sites:
+        for site in self.watched if not self.exact else self.sites:
             if site.leaf is None and not site.weight_and_bias[0].is_meta:
                 self.leaf(site, site.weight_and_bias[0])
 
@@ -208,8 +218,8 @@ class Watch:
         for s in self.watched:
             if s.leaf is not None:
                 s.leaf.grad = None
-        if self.exact:
-            self.exact.forget()
+        if self.rest:
+            self.rest.forget()
 
     def forget_what_was_thrown_away(self):
         """What a step left that never ended must not go into the next. GradScaler leaves out a step that overflowed, and the
@@ -308,14 +318,19 @@ class Watch:
         x = args[0] if args else next(iter(kwargs.values()))
         alone = in_backward() and not now.repeat  # a call that is made again has a graph of its own
         B = self.check_call(site, use, x, y, now, alone)
+        z = self.gather(site, x, now, B, alone)
+        x = x.detach().clone() if use.norm.copies else x
+        return taps.Tap.apply(y, x, z, use.norm, self.batch_dim, now.segments, use.name in self.fused)
+
+    def gather(self, site, x, now, B, alone):
+        """Where the calls of a layer meet in one forward pass."""
         z = None if alone else now.z.get(site.name)
         if z is None:
             leaf = self.leaf(site, x)
             z = taps.Gather.apply(leaf, leaf[-taps.HEAD:].detach() if now is AGAIN else self.counts(now, x, B), B)
             if not alone:
                 now.z[site.name] = z
-        x = x.detach().clone() if use.norm.copies else x
-        return taps.Tap.apply(y, x, z, use.norm, self.batch_dim, now.segments, use.name in self.fused)
+        return z
 
     def check_call(self, home, site, x, y, now, alone):
         """Number of examples. What only repeats a call that was looked at already is not looked at."""
@@ -359,7 +374,8 @@ class Watch:
     def leaf(self, site, x):
         """Made for the device that the model is on when it is used; a compiled model's are made before it is traced."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        if site.leaf is None or site.leaf.device != x.device or site.leaf.dtype != dtype:
+        fits = site.leaf is not None and (site.leaf.device, site.leaf.dtype) == (x.device, dtype)
+        if not fits or len(site.leaf) != taps.length(site.size):
             site.leaf = taps.new_leaf(site.size, dtype, x.device)
             site.leaf.register_post_accumulate_grad_hook(self.ask_for_the_end)
         return site.leaf
@@ -386,7 +402,7 @@ class Watch:
         document, (B, T), from 0 on and different in every row; -1 is padding. n: how many, where ids are on a device that would
         have to be asked. Attention must not cross documents."""
         if self.exact:
-            raise WatchError("w.segments works with mode='norm' and without calibration")
+            raise WatchError("w.segments works with mode='norm'")
         ids = torch.as_tensor(ids)
         if ids.dim() != 2:
             raise WatchError(f"w.segments: expected the document of each position, (B, T), got {tuple(ids.shape)}")
@@ -404,7 +420,7 @@ class Watch:
                 self.optimizers.append(each)
                 self.handles += [each.register_step_pre_hook(self.before_optimizer),
                                  each.register_step_post_hook(lambda it, *_: self.updated(it))]
-        self.groups = {}
+        self.moments.groups = {}
 
     def clock(self):
         """Made when training begins: before, the model may be on another device, or on none."""
@@ -480,26 +496,24 @@ class Watch:
     @torch.no_grad()
     def close_step(self, asked):
         numbers, counts = self.norm_numbers() if self.sites else ({}, None)
-        if self.exact and self.exact.on:
-            more, counts = self.exact_numbers(numbers, counts)
-            numbers |= more
+        if self.rest and self.rest.on:
+            more, own = self.rest.collect(numbers)
+            numbers, counts = numbers | more, own if counts is None else counts
+        if self.sampled:
+            self.sampled.begin(self.sampled.step + 1)
         scale = getattr(self.scaler, "_scale", None)
         scale = 1.0 if scale is None else scale.to(counts.device)  # .get_scale() would wait for the device
         pairs = torch.stack([number for pair in numbers.values() for number in pair]) / (scale * self.world()) ** 2
-        calibrates = self.mode == "norm" and self.exact and self.exact.on
         self.events, self.closed, self.asked, self.hidden, self.stepped = [], self.events, False, [], []
         self.had_gradients = self.opened = False
-        events = [] if calibrates else self.closed
-        self.waiting.append((torch.cat([counts, pairs]), list(numbers), self.current.whole, events, asked))
+        self.waiting.append((torch.cat([counts, pairs]), list(numbers), self.current.whole, self.closed, asked))
         self.steps += 1
-        if self.exact and self.mode == "norm":
-            self.exact.on = self.steps % self.calibrate_every == 0
         if not self.checked or len(self.waiting) >= FETCH:
             self.fetch()
 
     @property
     def watched(self):
-        return [*self.sites, *(self.exact.layers if self.exact else ())]
+        return [*self.sites, *(self.rest.layers if self.rest else ())]
 
     def norm_numbers(self):
         """({"norm": (q, big)}, counts), and "norm_adam" in Adam's metric; over all ranks. The leaves are emptied."""
@@ -518,64 +532,11 @@ class Watch:
         n = (len(flat) - taps.HEAD) // 2
         sums, squares, counts = flat.split([n, n, taps.HEAD])
         numbers = {"norm": (squares.sum(), sums.square().sum())}
-        metric = self.norm_metric(n)
-        if metric is not None:
+        metric = self.moments.of_all([p for s in self.sites for p in s.parameters],
+                                     lambda seconds: [whole(v).reshape(-1) for v in seconds])
+        if metric is not None and len(metric) == n:  # FSDP's older kind has shards in their places
             numbers["norm_adam"] = (metric * squares).sum(), (metric * sums.square()).sum()
         return numbers, counts
-
-    def norm_metric(self, n):
-        """Adam's metric of all watched norm parameters in one vector of n numbers, or None. Those of one group of the optimizer
-        step together, so that a few operations do for all."""
-        parameters = [p for s in self.sites for p in s.parameters]
-        groups = [self.adam_group(p) for p in parameters]
-        if any(group is None for group in groups):
-            return None
-        parts = []
-        for _, members in itertools.groupby(zip(groups, parameters), key=lambda pair: id(pair[0])):
-            members = list(members)
-            moments = torch.cat([self.second_moment(p).reshape(-1) for _, p in members])
-            parts.append(self.adam_metric(moments, members[0][1]))
-        metric = torch.cat(parts)
-        return metric if len(metric) == n else None  # FSDP's older kind has shards in their places
-
-    def exact_numbers(self, norm, counts):
-        """The same for all layers; "coverage": |G|^2 of what is measured, and of all that is trained."""
-        (q, big, q_adam, big_adam, rest), own_counts = self.exact.collect(self.sites)
-        parts = torch.stack([q, q_adam, *own_counts])
-        self.sum_over_ranks(parts)
-        q, q_adam, own_counts = parts[0], parts[1], parts[2:]
-        zero = (q.new_zeros(()),) * 2
-        total = [a + b for a, b in zip((q, big), norm.get("norm", zero))]
-        found = {"total": total, "coverage": (total[1], total[1] + rest)}
-        if big_adam is not None and ("norm_adam" in norm or not self.sites):
-            found["total_adam"] = [a + b for a, b in zip((q_adam, big_adam), norm.get("norm_adam", zero))]
-        return found, own_counts if counts is None else counts
-
-    def metric_of(self, p):
-        """Adam's metric of a parameter, or None: another optimizer, or before its first step."""
-        return None if self.adam_group(p) is None else self.adam_metric(self.second_moment(p), p)
-
-    def adam_metric(self, moments, p):
-        """Of second moments that have made as many steps as p, in its group."""
-        optimizer, group = self.groups[p]
-        step = optimizer.state[p]["step"]
-        if getattr(step, "device", None) != moments.device:  # on the host: a copy would wait for the device, a number does not
-            step = torch.full((), float(step), device=moments.device)
-        return adam_metric([moments], step, group["betas"][1], group["eps"])[0]
-
-    def second_moment(self, p):
-        """What Adam divides by the root of: with amsgrad, the largest so far."""
-        state = self.groups[p][0].state[p]
-        v = state.get("max_exp_avg_sq", state["exp_avg_sq"])
-        return v.full_tensor() if is_dtensor(v) else v
-
-    def adam_group(self, p):
-        """The group of the optimizer that p is in, if Adam steps there and has a second moment of p."""
-        if not any("exp_avg_sq" in optimizer.state.get(p, {}) for optimizer in self.optimizers):
-            return None
-        if p not in self.groups:
-            self.groups = {other: (o, group) for o in self.optimizers for group in o.param_groups for other in group["params"]}
-        return self.groups[p][1] if "betas" in self.groups[p][1] else None  # Adafactor has no betas
 
     def distributed(self):
         return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.group) > 1
@@ -623,7 +584,7 @@ class Watch:
 
     def absorb(self, numbers, whole, events, asked, passes, B, total, squares, own, tokens):
         coverage = numbers.pop("coverage", None)
-        reported = [name for name in numbers if self.mode == "exact" or name.startswith("norm")]
+        reported = [name for name in numbers if self.exact or not self.sites or name.startswith("norm")]
         scales = {name: self.scale(name) for name in reported}  # in the log from the first step on
         if passes == 0:  # on no rank: alone, it was noticed before
             self.steps -= 1
@@ -642,16 +603,15 @@ class Watch:
             return
         self.checked = True
         self.newest_length = tokens / B if total == B else total / B
-        if coverage:
-            self.covered = [old + new for old, new in zip(self.covered, coverage)]
-        q, big = numbers["total" if self.mode == "exact" else "norm"]
+        self.covered = coverage or self.covered
+        q, big = numbers[self.main]
         self.newest = Last(round(B), q / h, big, 1 / h)
         pairs = {name: gns.unequal_pair(*pair, h, B) for name, pair in numbers.items()}
         for name, scale in scales.items():
             scale.update(*pairs[name], tokens)
-        for metric in ("", "_adam") if self.mode == "norm" and self.calibrate_every else ():
-            if f"norm{metric}" in pairs:
-                self.calibrated(metric).update(self.scales[f"norm{metric}"], tokens, pairs.get(f"total{metric}"),
+        for metric in ("", "_adam") if self.sampled and self.sites else ():
+            if f"body{metric}" in pairs or metric in self.calibrations and f"norm{metric}" in pairs:
+                self.calibrated(metric).update(self.scales[f"norm{metric}"], tokens, pairs.get(f"body{metric}"),
                                                pairs[f"norm{metric}"])
         self.quantum = max(1, round(B * self.world() / passes))
         if events:
@@ -671,7 +631,7 @@ class Watch:
         for metric, calibration in self.calibrations.items():
             row |= named(f"gns/calibration{metric}", calibration.factor())
             row |= named(f"gns/calibrated{metric}", calibration.apply(self.scale(f"norm{metric}")))
-        if self.exact:
+        if self.rest:
             row["gns/coverage_percent"] = self.coverage
         estimate = self.step_cost(all_ranks)
         return row | step_time.row(estimate) | self.decide(estimate).row()
@@ -694,7 +654,7 @@ class Watch:
     def decide(self, estimate):
         noise, of_what, missing = self.whole_noise()
         if self.coverage is not None and self.coverage < 99:
-            of_what += f", {self.coverage:.0f}% of its squared gradient"
+            of_what += f", {self.coverage:.0f}% of its weights"
         cost = estimate and Cost(estimate["fixed"], estimate["per_sequence"], "measured")
         if cost is None:
             missing.append("What a step costs is not known: " + (
@@ -706,72 +666,84 @@ class Watch:
 
     def whole_noise(self):
         """(noise scale of the whole model as a triple or None, of what, [why not]). In Adam's metric where Adam steps."""
-        measured = "total" if self.mode == "exact" else "norm"
-        metric = "_adam" if f"{measured}_adam" in self.scales else ""
+        calibrates = self.sites and self.sampled
+        known = self.calibrations if calibrates else [key.removeprefix(self.main) for key in self.scales]
+        metric = "_adam" if "_adam" in known else ""
         of_what = "the whole model" + (" in Adam's metric" if metric else "")
-        if self.mode == "exact":
-            scale = self.scale(f"total{metric}")
-            interval = scale.interval()
-            noise = interval and (scale.gns, *interval)
-        elif self.calibrate_every:
-            noise = self.calibrated(metric).apply(self.scale(f"norm{metric}"))
-        else:
+        if not self.rest:
             return None, of_what, ["Which batch is right follows from the whole model's noise scale. The norm layers' is "
-                                   "proportional to it, and the factor is missing: watch(..., calibrate_every=100) measures "
-                                   "it, or mode='exact' all layers."]
+                                   "proportional to it, and the factor is missing: " + (
+                                       "no other layer is a linear or a convolution, whose rows could be sampled."
+                                       if self.calibrate else "watch(..., calibrate=True) measures it.")]
+        scale = self.scale(f"norm{metric}" if calibrates else "total_adam" if self.exact and metric else f"body{metric}")
+        interval, more = scale.interval(), max(0, 3 - scale.averages.updates)
+        noise = interval and (scale.gns, *interval)
+        if noise and calibrates:
+            calibration = self.calibrated(metric)
+            noise, more = calibration.apply(scale), calibration.steps_to_go()
+            more = more and rows.steps_until(self.sampled.step, more)
         if not noise or not noise[0] > 0:
-            return None, of_what, [f"The noise scale of {of_what} is undetermined yet: the gradient is lost in its noise."]
+            return None, of_what, [f"The noise scale of {of_what} is " + (
+                f"still being measured, for some {more} steps." if more else
+                "undetermined yet: the gradient is lost in its noise.")]
         missing = [] if self.coverage >= 50 else [
-            f"Only {self.coverage:.0f}% of the squared gradient is measured, which may not speak for the whole: "
-            "w.exact.left_out and parameters without a layer are not in it."]
+            f"Only {self.coverage:.0f}% of the weights are measured, which may not speak for all: w.left_out and parameters "
+            "without a layer are not among them."]
         return noise, of_what, missing
 
     @property
+    def main(self):
+        """What the newest step is told of."""
+        return "total" if self.exact else "norm" if self.sites else "body"
+
+    @property
     def coverage(self):
-        """Per cent of the squared gradient that exact steps measured, or None before the first."""
-        return 100 * self.covered[0] / self.covered[1] if self.covered[1] else None
+        """Per cent of the weights, but for the tables, that are measured. None before that is known."""
+        return 100 * self.covered[0] / self.covered[1] if self.covered and self.covered[1] else None
 
     def __str__(self):
-        self.fetch()
-        name = "total" if self.mode == "exact" else "norm"
-        words = [f"noise scale {self.say(name)} sequences"]
-        if f"{name}_adam" in self.scales:
-            words.append(f"in Adam's metric {self.say(name + '_adam')}")
+        decision = self.whatif()
+        words = [f"right batch {decision.brief()}: the noise scale of {decision.of_what}"] if decision.noise else []
+        if self.sites or not decision.noise:
+            name = "norm" if self.sites else self.main
+            words.append(f"noise scale {'of the norm layers ' if self.sites else ''}{self.say(name)}")
+            if f"{name}_adam" in self.scales:
+                words.append(f"in Adam's metric {self.say(name + '_adam')}")
         if not self.steps and self.begun():
             words.append("no step was closed yet: call w.step() after its last backward pass, or give watch the optimizer")
-        whole = self.whole_noise() if self.calibrations else (None,)
-        if whole[0]:
-            words.append("of {} {:.3g} [{:.3g}, {:.3g}]".format(whole[1], *whole[0]))
-        if self.coverage is not None:
-            words.append(f"{self.coverage:.0f}% of the squared gradient measured" + (
-                " in exact steps" if self.mode == "norm" else ""))
+        elif self.rest and self.steps and not decision.noise:
+            words.append(decision.missing[0].rstrip("."))
         return "; ".join(words)
 
     def say(self, name):
         scale = self.scale(name)
         interval = scale.interval()
-        return f"{scale.gns:.3g} [{interval[0]:.3g}, {interval[1]:.3g}]" if interval else "undetermined yet, in"
+        return f"{scale.gns:.3g} [{interval[0]:.3g}, {interval[1]:.3g}] sequences" if interval else "undetermined yet"
 
     def state_dict(self):
         self.fetch()
-        return {"scales": {name: scale.state_dict() for name, scale in self.scales.items()}, "covered": list(self.covered),
+        return {"scales": {name: scale.state_dict() for name, scale in self.scales.items()}, "covered": self.covered,
                 "steps": self.steps, "calibrations": {metric: c.state_dict() for metric, c in self.calibrations.items()},
                 "step_time": self.timer.state_dict() if self.timer else self.saved_times}
 
     def load_state_dict(self, state):
         for name, scale in state["scales"].items():
             self.scale(name).load_state_dict(scale)
-        self.steps, self.covered = state["steps"], list(state["covered"])
+        self.steps, self.covered = state["steps"], state["covered"]
         for metric, calibration in state["calibrations"].items():
             self.calibrated(metric).load_state_dict(calibration)
         self.saved_times, self.timer = state["step_time"], None
+        if self.sampled:
+            self.sampled.begin(self.steps)
 
     def close(self):
         """Take everything out of the model and the optimizer again."""
-        for handle in self.handles + (self.exact.handles if self.exact else []):
+        for handle in [*self.handles, *(self.rest.handles if self.rest else ())]:
             handle.remove()
         unfuse(self.fused)
-        self.handles, self.fused = [], {}
+        self.handles, self.fused, self.current = [], {}, Pass()
+        for site in self.watched:  # its hook knows the Watch: a circle through autograd, which Python cannot collect
+            site.leaf = None
 
 
 def check_options(model, *, half_life_tokens, calibrate_every, **options):
@@ -784,8 +756,9 @@ def check_options(model, *, half_life_tokens, calibrate_every, **options):
             raise WatchError(f"{name}={value!r}: expected one of {', '.join(map(str, choices[name]))}")
     if not half_life_tokens > 0:
         raise WatchError(f"half_life_tokens={half_life_tokens!r}: expected a number of tokens above 0")
-    if calibrate_every != int(calibrate_every) or calibrate_every < 0:
-        raise WatchError(f"calibrate_every={calibrate_every!r}: expected a number of steps, or 0 for none")
+    if calibrate_every is not None:
+        raise WatchError(f"calibrate_every={calibrate_every!r}: its place has calibrate=True, the default, which samples a few "
+                         "rows of every weight instead of making exact steps")
 
 
 def single(optimizer):
@@ -810,7 +783,3 @@ def scaler_of(optimizer):
                 return each.scaler
             each = getattr(each, "optimizer", None)
     return None
-
-
-def is_dtensor(t):
-    return hasattr(t, "placements")

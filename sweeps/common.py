@@ -55,9 +55,8 @@ def integers(args, name):
 def settings_of(config, device, vocab_size):
     """What the numbers of a trial depend on, beside what is swept."""
     names = [k for k in vars(config) if k in GPTConfig.__dataclass_fields__ and k != "activation_checkpointing"]
-    names += ["dtype", "gns", "gns_adam", "gns_crosscheck", "grad_stats"]
-    return {**{k: as_json(getattr(config, k)) for k in names}, "calibrates": config.gns_calibrate_tokens > 0,
-            "device": device, "vocab_size": vocab_size, "threads": threads()}
+    names += ["dtype", "gns", "gns_calibrate", "gns_adam", "gns_crosscheck", "grad_stats"]
+    return {**{k: as_json(getattr(config, k)) for k in names}, "device": device, "vocab_size": vocab_size, "threads": threads()}
 
 
 def as_json(value):
@@ -111,7 +110,7 @@ def speed(config, device, dtype, vocab_size):
     saved = read_json(os.path.join(config.out_dir, "sweep", "throughput", NAME))
     known = [r["tok_per_sec"] for r in (saved or {}).get("rows", []) if r["status"] == "ok"]
     if known and all(saved["settings"].get(k) == v for k, v in settings_of(config, device, vocab_size).items()
-                     if k not in ("grad_stats", "gns", "calibrates")):
+                     if k not in ("grad_stats", "gns", "gns_calibrate")):
         return max(known), "as sweep.py throughput measured"
     ceiling = hardware.matmul_ceiling(device, dtype)
     return GUESS * ceiling / plan.flops_per_token(config, vocab_size), f"at {GUESS:.0%} of the matrix-product ceiling, a guess"

@@ -6,9 +6,8 @@ whatever happens to the process is one row.
     python sweeps/trial.py '{"config": {"micro_batch_size": 8, ...}, "accum": 1, "warmup_accum": 2, "seconds": 2,
                              "memory_limit": null, "timeout": 300}'
 
-prints one line of JSON. The first two steps are the warm-up; where a run calibrates its noise scale, they are exact, as in the
-run. For sweep.py memory they also have two micro-batches, of which the second finds the first one's gradient in memory: so the
-peak is that of a long run.
+prints one line of JSON. The first two steps are the warm-up. For sweep.py memory they also have two micro-batches, of which the
+second finds the first one's gradient in memory: so the peak is that of a long run.
 """
 
 import json
@@ -119,7 +118,7 @@ def measure(spec):
         return timed_step(step, data, accum, before, clock)
 
     first = spec.get("warmup_accum", accum)
-    warmup = sum(timed(0, first)) + sum(timed(0, first))  # the second has Adam's state, and its metric where it is exact
+    warmup = sum(timed(0, first)) + sum(timed(0, first))  # the second has Adam's state, and its metric
     warmup += sum(timed(1)) if config.compile == "True" else 0  # a plain step, which is another graph
     times, end = [], time.perf_counter() + spec["seconds"]
     while len(times) < MIN_STEPS or (time.perf_counter() < end and len(times) < 200):

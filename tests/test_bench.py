@@ -464,7 +464,7 @@ def test_help_lists_every_command_and_a_wrong_option_is_refused(monkeypatch, cap
     assert e.value.code == 2 and "unrecognized arguments: --second=2" in capsys.readouterr().err
 
 
-def test_watch_reports_tap_and_fused_against_plain_with_memory(tmp_path, monkeypatch, capsys):
+def test_watch_reports_every_variant_against_plain_with_memory(tmp_path, monkeypatch, capsys):
     pytest.importorskip("transformers", reason="transformers is not installed")
     from benchmarks import watch
     for name, value in dict(B=2, T=8, LAYERS=1, VOCABULARY=16).items():
@@ -473,9 +473,9 @@ def test_watch_reports_tap_and_fused_against_plain_with_memory(tmp_path, monkeyp
                                             f"--out={tmp_path}/watch.json"])
     bench.main()
     report = json.load(open(tmp_path / "watch.json"))
-    assert [row["model"] for row in report["models"]] == ["gpt2", "llama"] and "more with our norm kernels" in report["finding"]
+    assert [row["model"] for row in report["models"]] == ["gpt2", "llama"] and "more with watch on average" in report["finding"]
     for row in report["models"]:
-        assert row["plain"]["n"] == 3 and all(row[name]["peak_mb"] > 0 for name in ("plain", "tap", "fused"))
+        assert row["plain"]["n"] == 3 and all(row[name]["peak_mb"] > 0 for name in ("plain", "tap", "sampled", "fused"))
         assert row["tap"]["percent_q1"] <= row["tap"]["percent"] <= row["tap"]["percent_q3"]
     assert "| gpt2 | 8 | " in capsys.readouterr().out
 
@@ -496,9 +496,9 @@ def test_tracking_times_whole_runs_in_turn(tmp_path, monkeypatch, capsys, tiny_a
     report = json.load(open(tmp_path / "t.json"))
     assert list(report["runs"]) == list(tracking.VARIANTS)
     assert all(len(own["seconds"]) == 2 and min(own["seconds"]) > 0 for own in report["runs"].values())
-    off, without, tracked = (own["seconds"] for own in report["runs"].values())
+    off, without, tracked, exact = (own["seconds"] for own in report["runs"].values())
     assert report["runs"]["tracked"]["ratio"] == pytest.approx(np.median(np.divide(tracked, off)))
     assert report["adams_metric"]["ratio"] == pytest.approx(np.median(np.divide(tracked, without)))
     assert "round 2 of 2: tracked" in capsys.readouterr().out
     assert all(key in configurator.FIELDS for own in tracking.VARIANTS.values() for key in (a[2:].split("=")[0] for a in own))
-    assert len({tuple(own) for own in tracking.VARIANTS.values()}) == 3
+    assert len({tuple(own) for own in tracking.VARIANTS.values()}) == 4

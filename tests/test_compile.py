@@ -42,7 +42,7 @@ def two_processes(monkeypatch):
 
 def compiled_step(ranks, parallel="ddp", **settings):
     config = Config(**{**SHAPE, "micro_batch_size": 2, "batch_size": 4, "batch_size_start": 4, "parallel": parallel,
-                       "compile": "True", "gns_calibrate_tokens": 10, **settings})
+                       "compile": "True", "gns_calibrate": True, **settings})
     torch.manual_seed(0)
     step = TrainingStep(GPT(GPTConfig.of(vars(config), 64)), config, ranks, "cpu", torch.float32)
     if parallel == "ddp":
@@ -78,14 +78,14 @@ def run_steps(step, accums):
 
 def test_a_run_compiles_three_graphs_whatever_it_evaluates_measures_and_schedules(tmp_path, tiny_args):
     """Exact without and with Adam's metric, norm with it. Evaluation has batches of 4 and 3, the schedule goes from 4 to 16."""
-    assert train.main(tiny_args(out_dir=tmp_path, compile=True, gns_calibrate_tokens=20, eval_iters=7, eval_tokens=320)) == 0
+    assert train.main(tiny_args(out_dir=tmp_path, compile=True, gns_calibrate=True, eval_iters=7, eval_tokens=320)) == 0
     assert counters["stats"]["unique_graphs"] == 3
     assert not counters["graph_break"]
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_blocks_of_several_processes_stay_compiled_over_evaluation_exact_and_norm_steps(two_processes, parallel):
-    """First, cosine and other blocks, each exact without and with the metric and in norm mode: nine graphs. Dynamo's own limit
+    """First, cosine and other blocks, each without the metric, with it, and with sampled rows: nine graphs. Dynamo's own limit
     is eight, after which it goes on uncompiled. None more for evaluation, none for steps after those."""
     step = compiled_step(two_processes, parallel, gns_adam=parallel == "ddp", eval_iters=3)
     run_steps(step, [1] * 9 + [2, 4])
@@ -100,7 +100,7 @@ def test_blocks_of_several_processes_stay_compiled_over_evaluation_exact_and_nor
 @pytest.mark.parametrize("compiler", ["aot_eager"], indirect=True)  # eager would keep autograd's own order
 def test_the_last_blocks_gradients_are_ready_before_the_first_block_is_differentiated(two_processes, monkeypatch):
     """So that DDP sends them meanwhile. A model compiled as a whole has all of them when the last of it is done."""
-    step, events, real = compiled_step(two_processes, gns="norm", gns_calibrate_tokens=0), [], BACKENDS["cpu"].backward
+    step, events, real = compiled_step(two_processes, gns="norm", gns_calibrate=False), [], BACKENDS["cpu"].backward
     run_steps(step, [1])
     monkeypatch.setattr(BACKENDS["cpu"], "backward", lambda *a: events.append("norm layer") or real(*a))
     for name, p in step.model.h.named_parameters():

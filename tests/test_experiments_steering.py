@@ -19,7 +19,6 @@ import steering  # noqa: E402
 
 import train  # noqa: E402
 from configurator import Config  # noqa: E402
-from rightbatch import tracker  # noqa: E402
 from trainer import log  # noqa: E402
 from trainer.step import TrainingStep  # noqa: E402
 
@@ -122,17 +121,8 @@ def test_the_steering_experiment_runs_reports_and_is_not_run_twice(tiny, tiny_da
         tiny(steering, *arguments, "--n_embd=32")
 
 
-def test_a_priced_run_pays_for_tracking_and_for_its_exact_steps():
-    config = Config(gns_calibrate_tokens=10_000)
-    steps, exact = 400, 0
-    for i in range(steps):
-        exact += tracker.calibrates(i * 1024, (i + 1) * 1024, 10_000)
-    seconds = steering.priced_seconds([[8, steps]], 3, config)
-    assert 20 < exact < 100
-    assert seconds == pytest.approx(3 * steps + 8 * (steps - exact) * steering.TRACKED + 8 * exact * steering.EXACT)
-    extra = steering.EXACT - steering.TRACKED
-    larger = steering.priced_seconds([[32, 4]], 3, config)  # the first step is exact, and the fourth in some of its examples
-    assert larger == pytest.approx(4 * (3 + 32 * steering.TRACKED) + (32 + tracker.EXACT_EXAMPLES) * extra)
+def test_a_priced_run_pays_for_tracking():
+    assert steering.priced_seconds([[8, 400], [32, 4]], 3) == pytest.approx(3 * 404 + (8 * 400 + 32 * 4) * steering.TRACKED)
 
 
 def test_one_bad_seed_does_not_make_a_batch_look_bad_and_a_lone_best_is_said(ends):

@@ -11,7 +11,7 @@ from tests.conftest import TINY
 from trainer import batches, checkpoint, log
 
 STEP = TINY["batch_size"] * TINY["block_size"]  # tokens
-FIXED = dict(batch_schedule="constant", max_tokens=8 * STEP, gns_calibrate_tokens=0, grad_clip=0.5, learning_rate=1e-2)
+FIXED = dict(batch_schedule="constant", max_tokens=8 * STEP, gns_calibrate=False, grad_clip=0.5, learning_rate=1e-2)
 MEASURED = ("grad/coherence", "grad/coherence_total", "grad/mean", "grad/variance", "adam/snr", "update/norm", "update/ratio")
 
 

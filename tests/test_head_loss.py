@@ -33,10 +33,10 @@ def both(x, weight, targets, grad=0.25):
     return zip(*[(loss.detach(), *torch.autograd.grad(loss * grad, (x, weight))) for loss in losses])
 
 
-def probed(x, weight, targets, metric=None):
+def probed(x, weight, targets):
     """The head of exact mode on one example, and its probe."""
-    probe = torch.zeros(2 if metric is None else 4, 1, dtype=head_loss.wide_dtype(x), requires_grad=True)
-    return head_loss.probed_linear_cross_entropy(x[None], weight, targets[None], probe, metric), probe
+    probe = torch.zeros(2, 1, dtype=head_loss.wide_dtype(x), requires_grad=True)
+    return head_loss.probed_linear_cross_entropy(x[None], weight, targets[None], probe), probe
 
 
 @pytest.mark.parametrize("N", [1, 4, 5, 23])
@@ -138,16 +138,6 @@ def test_rows_of_whole_logits_are_aligned_where_a_gpu_needs_it_and_their_gradien
     assert made and head_loss.row_length(50257, torch.device("cuda")) % 8 == 0
     monkeypatch.undo()
     assert [head_loss.row_length(50257, torch.device(kind)) for kind in ("cuda", "cpu")] == [50288, 50257]
-
-
-def test_a_metric_weighs_the_heads_coordinates(small_chunks):
-    x, weight, targets = inputs(dtype=torch.float64)
-    metric = torch.rand(weight.shape, dtype=torch.float64)
-    loss, probe = probed(x, weight, targets, metric)
-    loss.backward()
-    square = weight.grad.square()
-    torch.testing.assert_close(probe.grad[:, 0], torch.stack([square.sum(), square.sum() * 0, (metric * square).sum(),
-                                                              square.sum() * 0]))
 
 
 def test_small_logits_and_fp16_take_the_plain_path():

@@ -10,11 +10,11 @@ from tests.test_distributed import torchrun
 from trainer import log
 from trainer.log_keys import GROUPS, KEYS, PARTS, SECTIONS, pattern, rows_of
 
-SHORT = dict(max_tokens=1600, gns_calibrate_tokens=400)
+SHORT = dict(max_tokens=1600, gns_calibrate=True)
 RUNS = {
     "norm": dict(SHORT, batch_schedule="gns", beta2_scaling="tokens", weight_decay_scaling="tokens"),
     "exact": dict(SHORT, gns="exact", tie_weights=False, gns_adam=True),
-    "crosscheck": dict(SHORT, gns_crosscheck=True, gns_calibrate_tokens=0, gns_adam=False),
+    "crosscheck": dict(SHORT, gns_crosscheck=True, gns_calibrate=False, gns_adam=False),
     "grad_stats": dict(SHORT, grad_stats=True, gns="off"),
 }
 

@@ -169,29 +169,23 @@ def test_autocast_norms_are_those_of_the_bfloat16_products(method):
 
 
 @pytest.mark.parametrize(("B", "T", "V", "C"), [(5, 13, 7, 3), (1, 1, 4, 2), (3, 17, 1, 5), (2, 4, 9973, 2)])
-@pytest.mark.parametrize("weighted", [True, False])
-def test_embedding_sums_repeated_tokens_before_squaring(B, T, V, C, weighted):
+def test_embedding_sums_repeated_tokens_before_squaring(B, T, V, C):
     weight, idx, up = leaf(V, C), torch.randint(V, (B, T)), torch.randn(B, T, C, dtype=torch.float64)
-    p = torch.rand(V, C, dtype=torch.float64) if weighted else None
-    probe = zero_probe(2 if weighted else 1, B)
-    output = per_example.embedding(idx, weight, probe, metric=p)
+    probe = zero_probe(1, B)
+    output = per_example.embedding(idx, weight, probe)
     assert torch.equal(output, F.embedding(idx, weight))
     (output * up).sum().backward()
     (c,) = example_grads(lambda n: (F.embedding(idx[n], weight) * up[n]).sum(), [weight], B)
     torch.testing.assert_close(probe.grad[0], sq_norms(c), rtol=1e-11, atol=0)
-    if weighted:
-        torch.testing.assert_close(probe.grad[1], sq_norms(c, p), rtol=1e-11, atol=0)
     (expected,) = torch.autograd.grad((F.embedding(idx, weight) * up).sum(), [weight])
     assert torch.equal(weight.grad, expected)
 
 
-@pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize(("B", "T"), [(5, 7), (1, 1)])
-def test_position_norms_equal_the_loop_and_unused_positions_count_nothing(B, T, weighted):
+def test_position_norms_equal_the_loop_and_unused_positions_count_nothing(B, T):
     x, weight, up = leaf(B, T, 3), leaf(9, 3), torch.randn(B, T, 3, dtype=torch.float64)
-    p = torch.rand(9, 3, dtype=torch.float64) if weighted else None
-    probe = zero_probe(2 if weighted else 1, B)
-    output = per_example.add_positions(x, weight, probe, metric=p)
+    probe = zero_probe(1, B)
+    output = per_example.add_positions(x, weight, probe)
     expected = x + weight[:T]
     assert torch.equal(output, expected)
     actual_grads = torch.autograd.grad((output * up).sum(), (x, weight, probe))
@@ -199,8 +193,6 @@ def test_position_norms_equal_the_loop_and_unused_positions_count_nothing(B, T, 
     assert all(torch.equal(a, b) for a, b in zip(actual_grads[:2], expected_grads, strict=True))
     (c,) = example_grads(lambda n: ((x[n] + weight[:T]) * up[n]).sum(), [weight], B)
     torch.testing.assert_close(actual_grads[2][0], sq_norms(c), rtol=1e-11, atol=0)
-    if weighted:
-        torch.testing.assert_close(actual_grads[2][1], sq_norms(c, p), rtol=1e-11, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -216,23 +208,20 @@ class Tiny:
         self.wte, self.wpe = leaf(V, C, dtype=dtype), leaf(T + 2, C, dtype=dtype)
         self.weight, self.bias = leaf(C, C, dtype=dtype), leaf(C, dtype=dtype)
         self.parameters = [self.wte, self.wpe, self.weight, self.bias]
-        self.metric = [torch.rand_like(p) for p in self.parameters]
+        self.metric = [torch.rand_like(p) for p in (self.weight, self.bias)]  # tables have none
 
     def loss(self, n=slice(None), probes=None, method="auto", weighted=False, recompute=False):
         """Mean over all B examples of the examples n: example b's share is what it contributes."""
-        m = self.metric if weighted else [None] * 4
-        one, two = ([0, 2], [0, 1, 2, 3]) if weighted else ([0], [0, 1])
         rows = (lambda i, r: None) if probes is None else (lambda i, r: probes[i, r])
-        h, link = per_example.embedding(self.idx[n], self.wte, rows(0, one), metric=m[0], tied=True)
-        h = per_example.add_positions(h, self.wpe, rows(1, one), metric=m[1])
+        h, link = per_example.embedding(self.idx[n], self.wte, rows(0, [0]), tied=True)
+        h = per_example.add_positions(h, self.wpe, rows(1, [0]))
 
         def hidden(h):
-            metric = (m[2], m[3]) if weighted else None
+            two, metric = ([0, 1, 2, 3], tuple(self.metric)) if weighted else ([0, 1], None)
             return h + torch.tanh(per_example.linear(h, self.weight, self.bias, rows(2, two), metric, method))
 
         h = checkpoint(hidden, h, use_reentrant=False) if recompute else hidden(h)
-        metric = (m[0], None) if weighted else None
-        logits = per_example.linear(h, self.wte, None, rows(0, two), metric, method, link=link)
+        logits = per_example.linear(h, self.wte, None, rows(0, [0, 1]), None, method, link=link)
         total = F.cross_entropy(logits.flatten(0, 1), self.targets[n].flatten(), reduction="sum")
         return total / self.targets.numel()
 
@@ -243,11 +232,7 @@ class Tiny:
         plain = [[none if c is None else sq_norms(c) for c in site] for site in sites]
         if not weighted:
             return torch.stack([torch.stack(rows) for rows in plain])
-        p = [(self.metric[0], None), (self.metric[1], None), (self.metric[2], self.metric[3])]
-        scaled = [
-            [none if c is None else sq_norms(c, p_c) for c, p_c in zip(cs, ps, strict=True)]
-            for cs, ps in zip(sites, p, strict=True)
-        ]
+        scaled = [[none, none], [none, none], [sq_norms(weight, self.metric[0]), sq_norms(bias, self.metric[1])]]
         return torch.stack([torch.stack(a + b) for a, b in zip(plain, scaled, strict=True)])
 
     def probes(self, weighted=False, dtype=torch.float64):

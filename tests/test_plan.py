@@ -77,12 +77,12 @@ def test_activations_are_the_bytes_that_autograd_keeps(shape, dtype, mode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_large_logits_are_not_kept_unless_steps_are_exact(dtype, monkeypatch):
     half = 4 if dtype == torch.float32 else 2
-    config, model = pair(gns_calibrate_tokens=0)
+    config, model = pair(gns_calibrate=False)
     usual = plan.activations(config, V, half, "none")["head"], plan.working_memory(config, V, half, room=0)
     monkeypatch.setattr(plan.head_loss, "WORTH_BYTES", 0)
     expected = sum(plan.activations(config, V, half, "none").values())
     assert expected == pytest.approx(kept_bytes(model, config, dtype, "norm")[0], rel=0.005)
-    assert plan.activations(pair()[0], V, half, "none")["head"] == usual[0]  # which calibrates
+    assert plan.activations(pair(gns="exact")[0], V, half, "none")["head"] == usual[0]
     monkeypatch.setattr(plan.head_loss, "CHUNK_BYTES", half * V * 8)
     assert plan.working_memory(config, V, half, room=0) < usual[1] / 8
     assert plan.working_memory(config, V, half, room=32 * half * V * 16) == half * 16 * plan.head_loss.padded(V)

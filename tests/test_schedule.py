@@ -328,20 +328,20 @@ def test_the_controller_is_a_function_of_its_inputs_and_resumes_from_its_state()
 
 def test_a_run_goes_by_the_whole_models_noise_scale_in_its_metric_and_never_by_the_norm_layers():
     assert noise_scale.key(Config(gns="exact")) == "gns/total_adam"
-    assert noise_scale.key(Config(gns="exact", gns_metric="plain")) == "gns/total"
-    assert noise_scale.key(Config(gns="norm", gns_calibrate_tokens=1000)) == "gns/calibrated_adam"
+    assert noise_scale.key(Config(gns="exact", gns_metric="plain")) == "gns/body"
+    assert noise_scale.key(Config(gns="norm", gns_calibrate=True)) == "gns/calibrated_adam"
     assert noise_scale.key(Config(gns="norm", optimizer="muon")) == "gns/calibrated"
     assert noise_scale.key(Config(gns="norm", gns_adam=False)) == "gns/calibrated"
-    assert noise_scale.key(Config(gns="exact", parallel="fsdp")) == "gns/total"
-    assert noise_scale.key(Config(gns="norm", gns_calibrate_tokens=0)) is noise_scale.key(Config(gns="off")) is None
+    assert noise_scale.key(Config(gns="exact", parallel="fsdp")) == "gns/body"
+    assert noise_scale.key(Config(gns="norm", gns_calibrate=False)) is noise_scale.key(Config(gns="off")) is None
     row = {"gns/norm": 90.0, "gns/norm_low": 80.0, "gns/norm_high": 99.0, "gns/calibrated": None}
     assert noise_scale.of(row) is None
     row |= {"gns/calibrated": 60.0, "gns/calibrated_low": 50.0, "gns/calibrated_high": 70.0}
     assert noise_scale.of(row) == (60.0, 50.0, 70.0) and noise_scale.words(row) == "the whole model"
     row |= {"gns/calibrated_adam": 61.0, "gns": 61.0, "gns_low": 1.0, "gns_high": 99.0}
     assert noise_scale.of(row) == (61.0, 1.0, 99.0) and noise_scale.words(row) == "the whole model in Adam's metric"
-    with pytest.raises(ConfigError, match="gns_calibrate_tokens=0: .*gns=exact"):
-        configurator.parse(["--batch_schedule=gns", "--gns_calibrate_tokens=0"])
+    with pytest.raises(ConfigError, match="gns_calibrate=False: .*gns=exact"):
+        configurator.parse(["--batch_schedule=gns", "--gns_calibrate=False"])
 
 
 COST = {"fixed": (0.4, 0.39, 0.41), "per_sequence": (0.01, 0.0099, 0.0101)}  # t0 / t1 is 40 sequences
@@ -444,7 +444,8 @@ def test_late_switches_once():
 # -- in runs
 
 @pytest.mark.parametrize("keys", [dict(batch_schedule="seesaw", lr_decay="cosine"), dict(batch_schedule="late", lr_decay="wsd"),
-                                  dict(lr_scaling="sqrt", gns="exact", gns_half_life_tokens=400)], ids=str)
+                                  dict(lr_scaling="sqrt", gns="exact", gns_metric="plain", gns_half_life_tokens=400)],
+                         ids=str)
 def test_runs_of_these_schedules_resume_bit_for_bit(tmp_path, tiny_args, keys):
     common = dict(keys, batch_size_start=4, batch_size=64, lr_reference_batch=4, max_tokens=6400)
     train.main(tiny_args(out_dir=tmp_path / "one", **common))
@@ -583,7 +584,7 @@ def test_a_ramp_compiles_nothing_anew(tmp_path, tiny_args, monkeypatch):
         return state["batch"]
     monkeypatch.setattr(schedule.Linear, "at", at)
     torch._dynamo.reset()
-    train.main(tiny_args(out_dir=tmp_path / "run", compile=True, gns_adam=False, gns_calibrate_tokens=0))
+    train.main(tiny_args(out_dir=tmp_path / "run", compile=True, gns_adam=False, gns_calibrate=False))
     torch._dynamo.reset()
     assert {r["batch_size"] for r in logged(tmp_path / "run")} == {4, 8, 12, 16}
     assert graphs and set(graphs) == {4}, graphs

@@ -198,6 +198,6 @@ def test_the_ceiling_leaves_the_random_numbers_alone():
 
 
 def test_a_run_too_short_for_a_noise_scale_says_why():
-    assert "was still being measured, by one exact step in 25000 tokens" in summary.noise_summary([CALIBRATING], Config())[0]
+    assert "was still being measured, by one step in eight" in summary.noise_summary([CALIBRATING], Config())[0]
     nothing = {**CALIBRATING, "gns/calibration": 2.0}
     assert "the gradient is too small" in summary.noise_summary([nothing], Config())[0]

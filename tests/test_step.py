@@ -58,7 +58,7 @@ def test_every_benchmark_and_sweep_runs_that_step(monkeypatch, tiny_data):
 
 def small_step(optimizer="adamw", **settings):
     torch.manual_seed(0)
-    config = Config(optimizer=optimizer, micro_batch_size=4, gns_calibrate_tokens=0, **{**SHAPE, **settings})
+    config = Config(optimizer=optimizer, micro_batch_size=4, gns_calibrate=False, **{**SHAPE, **settings})
     return TrainingStep(GPT(GPTConfig(vocab_size=64, **SHAPE)), config, Ranks(), "cpu", torch.float32)
 
 
@@ -120,7 +120,7 @@ def test_muon_has_no_metric_for_its_matrices_and_adams_for_the_norm_layers(tiny_
 
 
 def test_muon_learns_measures_and_resumes_bit_for_bit(tmp_path, tiny_args):
-    common = dict(optimizer="muon", grad_stats=True, gns_calibrate_tokens=64, beta2_scaling="tokens")
+    common = dict(optimizer="muon", grad_stats=True, gns_calibrate=True, beta2_scaling="tokens")
     assert train.main(tiny_args(out_dir=tmp_path / "whole", **common)) == 0
     assert train.main(tiny_args(out_dir=tmp_path / "two", **common, stop_tokens=1600)) == 0
     assert train.main(tiny_args(out_dir=tmp_path / "two", **common, resume=True)) == 0

@@ -16,7 +16,7 @@ from tests.conftest import ROOT, TINY
 from tests.test_whatif import write_run
 from trainer import checkpoint, log
 
-GRID = dict(batch_schedule="constant", max_tokens=512, gns_calibrate_tokens=0, eval_tokens=128, eval_iters=2)
+GRID = dict(batch_schedule="constant", max_tokens=512, gns_calibrate=False, eval_tokens=128, eval_iters=2)
 
 
 @pytest.fixture(autouse=True)

@@ -1,7 +1,6 @@
 """The measurements of a step against a plain loop over examples, and exact mode end to end."""
 
 import copy
-import math
 import statistics
 
 import numpy as np
@@ -12,19 +11,23 @@ import gns
 import train
 from configurator import Config
 from model import GPT, GPTConfig
-from rightbatch.tracker import EXACT_EARLY, EXACT_MOST, calibrates
-from trainer import batches, checkpoint, log
+from per_example import row_sq_norms
+from rightbatch import rows, step_time
+from trainer import batches, log
 from trainer.distributed import Ranks
 from trainer.optimizer import Optimizer
 from trainer.step import TrainingStep, to_host
 
 SHAPE = dict(n_layer=2, n_head=2, n_embd=16, block_size=16)
-GROUPS = ("norm", "attention", "mlp", "embedding", "total", "block_0", "block_1")
+GROUPS = ("norm", "attention", "mlp", "embedding", "body", "total", "block_0", "block_1")
+PLAIN_ONLY = ("embedding", "body", "block_0", "block_1")  # in Adam's metric total is the body
 
 
 def belongs(name, group):
     if group == "total":
         return True
+    if group == "body":
+        return not name.startswith("w")
     if group.startswith("block_"):
         return name.startswith(f"h.{group[6:]}.")
     return group == ("norm" if ".ln_" in f".{name}" else "attention" if ".attn." in name else "mlp" if ".mlp." in name
@@ -42,14 +45,13 @@ def example_gradients(model, x, y):
     return found
 
 
-def papers_pair(grads, names, weights=None, measured=None):
-    """Gray et al. 2024, eqs. 4 and 5, with B_small = 1: from the gradients themselves, not from our code. measured: how many
-    examples' own norms are known."""
+def papers_pair(grads, names, weights=None):
+    """Gray et al. 2024, eqs. 4 and 5, with B_small = 1: from the gradients themselves, not from our code."""
     def square(g):
         return sum(float(((1 if weights is None else weights[n].double()) * g[n] ** 2).sum()) for n in names)
     B = len(grads)
     mean = {n: sum(g[n] for g in grads) / B for n in names}
-    big, small = square(mean), statistics.fmean(square(g) for g in grads[:measured])
+    big, small = square(mean), statistics.fmean(square(g) for g in grads)
     return (B * big - small) / (B - 1), (small - big) / (1 - 1 / B)
 
 
@@ -85,7 +87,7 @@ def setting(tiny_data):
 @pytest.mark.parametrize("mode", ["norm", "exact"])
 def test_every_groups_pair_is_the_papers_on_the_same_batch_plain_and_adam(setting, mode):
     model, optimizer, x, y = setting
-    config = Config(gns=mode, micro_batch_size=4, batch_size=12, gns_calibrate_tokens=0, gns_adam=True, **SHAPE)
+    config = Config(gns=mode, micro_batch_size=4, batch_size=12, gns_calibrate=False, gns_adam=True, **SHAPE)
     grads = example_gradients(model, x, y)
     metrics = metrics_of(model, optimizer)
     tracker = one_step(config, model, optimizer, x, y).tracker
@@ -95,32 +97,70 @@ def test_every_groups_pair_is_the_papers_on_the_same_batch_plain_and_adam(settin
         names = [n for n in grads[0] if belongs(n, group)]
         scale = tracker.scales[group]
         assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(papers_pair(grads, names), rel=2e-4), group
-        if not group.startswith("block_"):
+        if group not in PLAIN_ONLY:
+            names = [n for n in names if belongs(n, "body")]
             scale = tracker.scales[f"{group}_adam"]
             assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(papers_pair(grads, names, metrics), rel=2e-4), group
 
 
-@pytest.mark.parametrize("size, exact", [(4, 8), (1, 8), (6, 12), (12, 12)])
-def test_a_calibration_step_measures_some_examples_in_all_layers_and_all_in_the_norm_layers(setting, monkeypatch, size, exact):
-    model, optimizer, x, y = setting
+@pytest.mark.parametrize("size", [1, 6, 12])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sampled_rows_are_the_body_and_the_norm_layers_in_the_mean_over_all_draws(setting, monkeypatch, size, bias):
+    """A first row of each weight gives all its rows in turn: 192 is a multiple of all heights. Pairs are linear in norms."""
+    model, optimizer, x, y = setting if not bias else with_bias(setting)
     pairs = []
     monkeypatch.setattr(gns.Calibration, "update", lambda self, scale, tokens, *both: pairs.append(both))
-    config = Config(gns="norm", micro_batch_size=size, batch_size=12, gns_adam=True, **SHAPE)
+    monkeypatch.setattr(rows, "samples", lambda step: True)
+    config = Config(gns="norm", micro_batch_size=size, batch_size=12, gns_adam=True, bias=bias, **SHAPE)
     grads, metrics = example_gradients(model, x, y), metrics_of(model, optimizer)
-    step = one_step(config, model, optimizer, x, y, before=3 * x.numel())
-    names = {"total": list(grads[0]), "norm": [n for n in grads[0] if belongs(n, "norm")]}
-    for suffix, weights, (total, norm) in zip(("", "_adam"), (None, metrics), pairs, strict=True):
-        scale = step.tracker.scales["norm" + suffix]
-        assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(papers_pair(grads, names["norm"], weights), rel=2e-4)
-        assert total == pytest.approx(papers_pair(grads, names["total"], weights, exact), rel=2e-4)
-        assert norm == pytest.approx(papers_pair(grads, names["norm"], weights, exact), rel=2e-4)
-    own = [sum(float((g[n] ** 2).sum()) for n in names["norm"]) for g in grads]
-    assert step.row()["gns/example_max"] == pytest.approx(max(own), rel=2e-4)
-    assert step.row()["gns/example_median"] == pytest.approx(statistics.median(own), rel=2e-4)
-    pairs.clear()
-    model.zero_grad()
-    one_step(config, model, torch.optim.AdamW(model.parameters(), fused=True), x, y)
-    assert pairs[0][0] == pytest.approx(papers_pair(grads, names["total"]), rel=2e-4), "the first step measures all"
+    names = {group: [n for n in grads[0] if belongs(n, group)] for group in ("body", "norm")}
+    for own in range(192):
+        monkeypatch.setattr(rows, "first", lambda seed, step, site, height, own=own: own % height)
+        one_step(config, model, optimizer, x, y)
+        model.zero_grad()
+    for suffix, weights in enumerate((None, metrics)):
+        found = np.array(pairs[suffix::2])  # (draw, body or norm, 2)
+        assert found[:, 1] == pytest.approx(np.tile(papers_pair(grads, names["norm"], weights), (192, 1)), rel=2e-4)
+        assert found[:, 0].std(0).min() > 0, "draws differ"
+        assert found[:, 0].mean(0) == pytest.approx(papers_pair(grads, names["body"], weights), rel=5e-4)
+
+
+def with_bias(setting):
+    _, _, x, y = setting
+    model = GPT(GPTConfig(vocab_size=64, bias=True, **SHAPE))
+    optimizer = torch.optim.AdamW(model.parameter_groups(0.1), fused=True)
+    model(x, y)[1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, x, y
+
+
+def test_a_thousand_draws_take_every_row_as_often():
+    for height, k in ((48, 8), (100, 8), (5, 5)):
+        drawn = np.array([rows.draw(1, step, [7, height], k)[1] for step in range(1000)])
+        assert all(len(set(own)) == k for own in drawn), "no row twice"
+        counts = np.bincount(drawn.ravel(), minlength=height)
+        expected = 1000 * k / height
+        assert ((counts - expected) ** 2).sum() <= (height + 5 * (2 * height) ** 0.5) * max(expected, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_thousand_draws_of_a_linears_rows_estimate_its_norms_without_bias(dtype):
+    torch.manual_seed(0)
+    B, T, C, O = 3, 7, 12, 40
+    g, x, p = torch.randn(B, T, O).to(dtype), torch.randn(B, T, C).to(dtype), torch.rand(O, C)
+    c = torch.einsum("bto,btc->boc", g.double(), x.double())  # an example's gradient of the weight
+    bias = g.double().sum(1)
+    truth = torch.stack([(c**2).sum((1, 2)), (bias**2).sum(1), (p * c**2).sum((1, 2)), (p[:, 0] * bias**2).sum(1)])
+    found = []
+    for step in range(1000):
+        own = torch.tensor(rows.draw(0, step, [O], 8)[0])
+        found.append(row_sq_norms(g, x, own, p[own], p[own, 0]).double() * O / 8)
+    found = torch.stack(found)
+    error = (found.mean(0) - truth) / (found.std(0) / 1000**0.5)
+    assert error.abs().max() < 3.7  # of twelve
+    every = row_sq_norms(g, x, torch.arange(O), p, p[:, 0]).double()
+    torch.testing.assert_close(every, truth, rtol=1e-6 if dtype == torch.float32 else 2e-2, atol=0)
 
 
 def test_adams_metric_is_the_reciprocal_of_its_denominator(setting):
@@ -157,17 +197,17 @@ def test_example_statistics_are_those_of_the_examples(setting):
     assert last["gns/step_tr_sigma_se"] == pytest.approx(jackknife, rel=1e-4)
 
 
-def test_a_calibration_step_logs_the_same_statistics_as_its_neighbours(setting):
+def test_a_sampled_step_logs_the_same_statistics_as_its_neighbours(setting, monkeypatch):
     model, optimizer, x, y = setting
+    monkeypatch.setattr(rows, "samples", lambda step: True)
     found = []
-    for every in (0, 1):
-        config = Config(gns="norm", micro_batch_size=4, batch_size=12, gns_calibrate_tokens=every, gns_adam=False, **SHAPE)
+    for on in (False, True):
+        config = Config(gns="norm", micro_batch_size=4, batch_size=12, gns_calibrate=on, gns_adam=False, **SHAPE)
         found.append(one_step(config, model, optimizer, x, y).row())
         optimizer.zero_grad()
     assert {k for k in found[1] if not k.startswith("gns/calibrat")} == found[0].keys()
-    numbers = {k: v for k, v in found[0].items() if v is not None}
-    assert {"gns/example_max", "gns/example_median", "gns/norm_step_tr_sigma", "gns/step_tr_sigma_se"} <= numbers.keys()
-    assert all(found[1][k] == pytest.approx(v, rel=1e-3) for k, v in numbers.items())
+    assert {"gns/example_max", "gns/example_median", "gns/norm_step_tr_sigma", "gns/step_tr_sigma_se"} <= found[0].keys()
+    assert {k: v for k, v in found[1].items() if k in found[0]} == found[0]
 
 
 def test_adams_metric_survives_a_skipped_first_step_and_ignores_what_never_had_a_gradient():
@@ -186,7 +226,7 @@ def test_adams_metric_survives_a_skipped_first_step_and_ignores_what_never_had_a
 
 def test_the_cross_check_is_the_classical_estimate_from_micro_batches(setting):
     model, optimizer, x, y = setting
-    config = Config(gns="norm", gns_crosscheck=True, micro_batch_size=4, batch_size=12, gns_calibrate_tokens=0, **SHAPE)
+    config = Config(gns="norm", gns_crosscheck=True, micro_batch_size=4, batch_size=12, gns_calibrate=False, **SHAPE)
     grads = example_gradients(model, x, y)
     tracker = one_step(config, model, optimizer, x, y)
     for group in ("norm", "total"):
@@ -209,7 +249,7 @@ def test_the_cross_check_does_not_change_training(tmp_path, tiny_args):
 
 def test_exact_mode_trains_as_norm_mode_does_and_logs_every_group(tmp_path, tiny_args):
     for mode in ("norm", "exact"):
-        train.main(tiny_args(out_dir=tmp_path / mode, gns=mode, gns_calibrate_tokens=0))
+        train.main(tiny_args(out_dir=tmp_path / mode, gns=mode, gns_calibrate=False))
     norm, exact = ([r for r in log.read(tmp_path / m) if "train/loss" in r] for m in ("norm", "exact"))
     np.testing.assert_allclose([r["train/loss"] for r in norm], [r["train/loss"] for r in exact], rtol=1e-5)
     np.testing.assert_allclose([r["gns/norm_tr_sigma"] for r in norm], [r["gns/norm_tr_sigma"] for r in exact], rtol=1e-3)
@@ -219,54 +259,47 @@ def test_exact_mode_trains_as_norm_mode_does_and_logs_every_group(tmp_path, tiny
     assert exact[0]["gns/total_tr_sigma"] == pytest.approx(parts, rel=1e-5)
 
 
-def test_exact_steps_come_often_at_first_then_one_in_so_many_tokens_and_never_too_many():
-    def exact(step, end, every):
-        return [after for after in range(step, end + 1, step) if calibrates(after - step, after, every)]
-    found = exact(100, 400_000, 5000)
-    for early in (2000, 8000, 32_000):  # a half-life of the averages, a fifth of the tokens, holds the same number of them
-        assert sum(0.8 * early < t <= early for t in found) == pytest.approx(-EXACT_EARLY * math.log(0.8), abs=1)
-    assert [t for t in found if t > 300_000] == list(range(305_000, 400_001, 5000))
-    assert found[0] == 100, "the first step"
-    assert all(b - a > 100 for a, b in zip(found, found[1:])), "never two in a row"
-    large = exact(4000, 400_000, 5000)
-    assert sum(t > 200_000 for t in large) == pytest.approx(50 / EXACT_MOST, abs=1), "at most one in so many steps"
-
-
-def test_calibration_takes_exact_steps_at_the_asked_distance_and_finds_the_exact_factor(tmp_path, tiny_args):
+def test_calibration_finds_the_exact_factor_within_a_hundred_steps(tmp_path, tiny_args):
     """A model that stands still, so that exact mode's own ratio is the truth."""
-    common = dict(max_tokens=24_000, gns_half_life_tokens=10**9, learning_rate=0, min_lr=0, batch_schedule="constant", seed=1,
+    common = dict(max_tokens=25_600, gns_half_life_tokens=10**9, learning_rate=0, min_lr=0, batch_schedule="constant", seed=1,
                   eval_tokens=0, log_interval=10)
-    train.main(tiny_args(out_dir=tmp_path / "some", gns_calibrate_tokens=1000, **common))
+    train.main(tiny_args(out_dir=tmp_path / "some", **common))
     train.main(tiny_args(out_dir=tmp_path / "exact", gns="exact", **common))
-    some, exact = ([r for r in log.read(tmp_path / m) if "train/loss" in r][-1] for m in ("some", "exact"))
-    for metric in ("", "_adam"):
-        truth = exact[f"gns/total{metric}"] / exact[f"gns/norm{metric}"]
+    some, exact = ([r for r in log.read(tmp_path / m) if "train/loss" in r] for m in ("some", "exact"))
+    early = [r for r in some if r["step"] <= 100]
+    assert early[-1]["gns"] is not None
+    some, exact = some[-1], exact[-1]
+    for metric, body in (("", "body"), ("_adam", "total_adam")):
+        truth = exact[f"gns/{body}"] / exact[f"gns/norm{metric}"]
         assert some[f"gns/calibration{metric}_low"] < truth < some[f"gns/calibration{metric}_high"]
-        assert some[f"gns/calibration{metric}"] == pytest.approx(truth, rel=0.5)
+        assert some[f"gns/calibration{metric}"] == pytest.approx(truth, rel=0.3)
         assert some[f"gns/calibrated{metric}"] == pytest.approx(some[f"gns/calibration{metric}"] * some[f"gns/norm{metric}"])
     assert some["gns"] == some["gns/calibrated_adam"] and exact["gns"] == exact["gns/total_adam"]
-    exact_steps = checkpoint.load(str(tmp_path / "some"))["gns"]["calibrations"][""]["averages"]["updates"]
-    ends = range(some["tokens"] // some["step"], some["tokens"] + 1, some["tokens"] // some["step"])
-    wanted = sum(calibrates(before, after, 1000) for before, after in zip([0, *ends], ends))
-    assert wanted - 8 <= exact_steps <= wanted  # less those before the norm layers' own scale is determined
 
 
-def test_exact_steps_of_a_calibration_are_not_timed(setting):
+def test_sampled_steps_come_often_at_first_and_their_number_is_foretold():
+    sampled = [step for step in range(1, 300) if rows.samples(step)]
+    assert sum(step <= 100 for step in sampled) == 50 and 100 < len([s for s in sampled if s > 100]) * 8 <= 200
+    for step, count in ((0, 3), (95, 7), (200, 2)):
+        assert sum(map(rows.samples, range(step + 1, step + 1 + rows.steps_until(step, count)))) == count
+
+
+def test_sampled_steps_are_timed_as_others_are(setting, monkeypatch):
     model, _, x, y = setting
+    monkeypatch.setattr(step_time, "WARM_UP", 0)
     step = TrainingStep(model, Config(gns="norm", micro_batch_size=12, batch_size=12, **SHAPE), Ranks(), "cpu", torch.float32)
-    for i, usual in enumerate((False, True, True, False, True)):
+    for i in range(5):
         step.accumulate([(x, y)], 1, i * x.numel(), (i + 1) * x.numel())
         record = step.update(1e-3, 0.95, 0.1)
-        assert record.usual == usual
         step.absorb(*to_host([record]), record)
-    assert sum(step.timer.seen.values()) == 3
+    assert step.timer.averages.updates == 5
 
 
-def test_calibration_does_not_change_training(tmp_path, tiny_args):
-    for every in (0, 640):
-        train.main(tiny_args(out_dir=tmp_path / str(every), gns_calibrate_tokens=every))
-    a, b = ([r["train/loss"] for r in log.read(tmp_path / str(e)) if "train/loss" in r] for e in (0, 640))
-    np.testing.assert_allclose(a, b, rtol=1e-5)
+def test_sampling_does_not_change_a_bit_of_training(tmp_path, tiny_args):
+    for on in (False, True):
+        train.main(tiny_args(out_dir=tmp_path / str(on), gns_calibrate=on))
+    a, b = ([r["train/loss"] for r in log.read(tmp_path / str(on)) if "train/loss" in r] for on in (False, True))
+    assert a == b
 
 
 def test_the_interval_from_64_steps_covers_the_long_run_value_of_a_fixed_model(tiny_data):

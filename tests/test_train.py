@@ -115,7 +115,7 @@ def test_the_micro_batch_changes_neither_examples_nor_losses(tmp_path, tiny_args
 
 def test_tracking_does_not_change_training(tmp_path, tiny_args):
     for mode in ("off", "norm"):
-        train.main(tiny_args(out_dir=tmp_path / mode, gns=mode, gns_calibrate_tokens=0))  # exact steps round differently
+        train.main(tiny_args(out_dir=tmp_path / mode, gns=mode, gns_calibrate=False))  # exact steps round differently
     keys = ("step", "train/loss", "grad/norm", "val/loss")
     a, b = ([{k: r.get(k) for k in keys} for r in log.read(tmp_path / m)] for m in ("off", "norm"))
     assert a == b
@@ -140,7 +140,7 @@ def wait_for_step(out, step, process):
 
 
 STOPPED = dict(dropout=0.1, max_tokens=24_000, warmup_tokens=320, checkpoint_tokens=3000, eval_tokens=9000, log_interval=3,
-               gns_calibrate_tokens=1500)
+               gns_calibrate=True)
 
 
 @pytest.fixture(scope="module")

@@ -72,7 +72,7 @@ def nobody(tmp_path_factory):
 def finished(tmp_path_factory, tiny_data, nobody):
     """(folder, what it said) of a finished offline run."""
     out = tmp_path_factory.mktemp("finished") / "run"
-    keys = {"dataset": tiny_data, **TINY, "out_dir": out, "wandb_log": True, "gns_calibrate_tokens": 1000, "wandb_tags": "a, b",
+    keys = {"dataset": tiny_data, **TINY, "out_dir": out, "wandb_log": True, "max_tokens": 12_800, "wandb_tags": "a, b",
             "wandb_group": "g", "wandb_notes": "a note, with a comma", "wandb_job_type": "test", "wandb_entity": "team"}
     result = run_script(*(f"--{k}={v}" for k, v in keys.items()), env=nobody)
     assert result.returncode == 0, result.stderr
@@ -117,7 +117,7 @@ def test_a_finished_offline_run_has_sections_axes_config_summary_and_media(finis
     files = os.path.join(glob.glob(str(out / "wandb" / "offline-run-*"))[0], "files")
     assert os.path.getsize(os.path.join(files, end["report/picture/path"])) == os.path.getsize(out / "report.png")
     with open(os.path.join(files, end["report/closing_words/path"])) as f:
-        assert "Trained on 3.26k tokens in 25 steps" in f.read()
+        assert "Trained on 12.9k tokens in 98 steps" in f.read()
 
 
 class Killed:
@@ -153,7 +153,7 @@ class Killed:
         return done.stdout
 
 
-LONG = dict(wandb_log=True, max_tokens=10_000_000, eval_tokens=5_000_000, checkpoint_tokens=2500, gns_calibrate_tokens=0)
+LONG = dict(wandb_log=True, max_tokens=10_000_000, eval_tokens=5_000_000, checkpoint_tokens=2500, gns_calibrate=False)
 
 
 def test_after_two_kills_an_offline_run_is_one_whole_run_and_syncs_with_the_printed_command(tmp_path, tiny_args, nobody):

@@ -37,4 +37,4 @@ def test_the_huggingface_example_logs_the_keys():
     history = example("huggingface_trainer").main(["--steps=10"])
     rows = [row for row in history if "loss" in row]
     assert len(rows) == 5 and all("gns/norm_tr_sigma" in row for row in rows) and rows[-1]["loss"] < rows[0]["loss"]
-    assert "step_time/fixed_ms" in rows[-1] and "gns/calibration" not in rows[0]
+    assert "step_time/fixed_ms" in rows[-1] and rows[-1]["gns/coverage_percent"] == 100

@@ -49,6 +49,11 @@ def run(model, batch):
     return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
 
+def check_errors(w, errors):
+    """Queries and keys of a model that has not learnt get little but float32's rounding."""
+    assert max(errors[site.name] for site in w.sites) < 1e-5 and max(errors.values()) < 1e-3, errors
+
+
 def check(model, batch, batch_dim=0):
     state, before = copy.deepcopy(model.state_dict()), run(model, batch)
     truth = loop(model, batch, batch_dim=batch_dim)
@@ -57,7 +62,7 @@ def check(model, batch, batch_dim=0):
     assert all(torch.equal(a, b) for a, b in zip(before, after)) and len(before) == len(after)
     assert list(model.state_dict()) == list(state) and all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     errors = site_errors(model, w, truth)
-    assert max(errors.values()) < 1e-5, errors
+    check_errors(w, errors)
     w.step()
     assert w.last.examples == 4
     return w
@@ -69,7 +74,7 @@ def test_every_site_agrees_with_a_float64_loop_and_no_bit_of_the_model_changes(n
     model, batch = ZOO[name]()
     w = check(model, batch)
     weighted = [n for n, m in model.named_modules() if "Norm" in type(m).__name__ and list(m.parameters(recurse=False))]
-    assert [s.name for s in w.sites] == weighted and not w.left_out
+    assert [s.name for s in w.sites] == weighted and not set(w.left_out) & set(weighted)
 
 
 @pytest.mark.parametrize("batch_dim", [0, 1])
@@ -164,7 +169,7 @@ def test_fused_norm_layers_compute_the_same_and_agree_with_the_loop(name):
     assert len(w.fused) == len(w.sites)
     after = run(model, batch)
     assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-6) for a, b in zip(before, after))
-    assert max(site_errors(model, w, truth).values()) < 1e-5
+    check_errors(w, site_errors(model, w, truth))
     ema = copy.deepcopy(model)
     assert ema.get_submodule(w.sites[0].name).forward.module is ema.get_submodule(w.sites[0].name)
     w.close()

@@ -15,7 +15,7 @@ import schedule
 import train
 import whatif
 from configurator import ConfigError
-from trainer import advice, exports, log, machines, predict
+from trainer import exports, log, machines, predict
 
 BLOCK, MICRO = 64, 8
 KEY = "gns/calibrated_adam"
@@ -43,7 +43,7 @@ def write_run(folder, batches, noise=20.0, t0=0.05, t1=0.002, per_row=10, key=KE
             rows.append({"step": step, "tokens": examples * BLOCK, "val/loss": loss})
     with open(os.path.join(folder, log.NAME), "w") as f:
         f.writelines(json.dumps(row) + "\n" for row in rows)
-    model = dict(n_layer=2, n_embd=32, block_size=BLOCK, micro_batch_size=MICRO, gns="norm", gns_calibrate_tokens=1000)
+    model = dict(n_layer=2, n_embd=32, block_size=BLOCK, micro_batch_size=MICRO, gns="norm", gns_calibrate=True)
     with open(os.path.join(folder, "config.json"), "w") as f:
         json.dump({"config": {**model, **config}, "processes": processes, "parameters": 50_000, "data": {"vocab_size": 64}}, f)
     return str(folder)
@@ -241,7 +241,7 @@ def test_a_product_of_triples_adds_relative_errors_in_quadrature():
 
 
 def test_the_metric_is_the_configs_else_adams_and_the_words_say_which(tmp_path, capsys):
-    plain = {"gns/total": 9.0, "gns/total_low": 8.0, "gns/total_high": 10.0}
+    plain = {"gns/body": 9.0, "gns/body_low": 8.0, "gns/body_high": 10.0}
     run = write_run(tmp_path, RAMP, key="gns/total_adam")
     path = os.path.join(run, log.NAME)
     rows = [json.loads(line) | plain for line in open(path)]
@@ -249,7 +249,7 @@ def test_the_metric_is_the_configs_else_adams_and_the_words_say_which(tmp_path, 
         f.writelines(json.dumps(r) + "\n" for r in rows)
     assert ask(capsys, run)["noise"]["key"] == "gns/total_adam"
     write_config(run, gns_metric="plain")
-    assert ask(capsys, run)["noise"]["key"] == "gns/total"
+    assert ask(capsys, run)["noise"]["key"] == "gns/body"
     only_plain = write_run(tmp_path / "plain", RAMP, key="gns/calibrated")
     assert whatif.main([only_plain]) == 0
     said = capsys.readouterr().out
@@ -287,8 +287,8 @@ def write_config(run, **changes):
 
 
 def test_the_norm_layers_own_noise_scale_predicts_nothing(tmp_path, capsys):
-    run = write_run(tmp_path, RAMP, drop=(KEY, KEY + "_low", KEY + "_high"), gns_calibrate_tokens=0)
-    assert "gns_calibrate_tokens=0" in (said := refused(capsys, run)) and "--gns=exact" in said
+    run = write_run(tmp_path, RAMP, drop=(KEY, KEY + "_low", KEY + "_high"), gns_calibrate=False)
+    assert "gns_calibrate=False" in (said := refused(capsys, run)) and "--gns=exact" in said
 
 
 @pytest.mark.parametrize("how,words", [
@@ -432,18 +432,6 @@ def test_the_json_has_the_promised_shape(tmp_path, capsys):
     whatif.main([str(tmp_path), f"--json={tmp_path / 'a.json'}", "--batch=8,16,32", "--to_loss=2.2"])
     with open(tmp_path / "a.json") as f:
         assert json.load(f) == found
-
-
-def test_a_large_vocabulary_in_adams_metric_is_cautioned_of(tmp_path, capsys):
-    for key, tokens, cautioned in ((KEY, 50_257, True), (KEY, 256, False), ("gns/calibrated", 50_257, False)):
-        run = write_run(tmp_path / f"{key[4:]}{tokens}", RAMP, key=key)
-        path = os.path.join(run, "config.json")
-        with open(path) as f:
-            facts = json.load(f)
-        with open(path, "w") as f:
-            json.dump(facts | {"data": {"vocab_size": tokens}}, f)
-        assert whatif.main([run]) == 0
-        assert ("Caution" in capsys.readouterr().out and "50,257" in advice.right_batch(run)[-1]) == cautioned
 
 
 def test_words_and_picture_say_what_is_assumed(tmp_path, capsys):

@@ -126,12 +126,70 @@ def huggingface(folder):
     return dict(hf=last(callback.w), hf_truth=[q, big, float(shares.square().sum())])
 
 
+class Wide(torch.nn.Module):
+    """Rows to choose from, and more ranks than some weights divide by."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = torch.nn.LayerNorm(67), torch.nn.Linear(67, 75), torch.nn.Linear(75, 67, bias=False)
+        self.turned = Conv1D(71, 67)
+
+    def forward(self, x):
+        return (self.turned(self.down(self.up(self.norm(x)).tanh())) + 0.1).square().mean()
+
+
+class Conv1D(torch.nn.Module):
+    """As transformers has it: a linear layer whose weight is turned."""
+
+    def __init__(self, nf, nx):
+        super().__init__()
+        self.nf, self.weight, self.bias = nf, torch.nn.Parameter(0.1 * torch.randn(nx, nf)), torch.nn.Parameter(torch.zeros(nf))
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def sampled(data, kind):
+    """What sampled rows come to in a few steps, in one process ("one"), on ranks, and with shards on ranks."""
+    torch.manual_seed(0)
+    model = wrapped = Wide()
+    if kind == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        for module in (model.up, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    if kind == "ddp":
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    w = watch(wrapped, optimizer, group=dist.new_subgroups(1)[0] if kind == "one" else None)
+    collect = w.sampled.collect
+
+    def collected(norm):
+        found.append(collect(norm))
+        return found[-1]
+    w.sampled.collect = collected
+    for step in range(6):
+        for part in data[:, step].split(2):
+            (wrapped(part) * 2 / len(data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    world = 1 if kind == "one" else 2
+    return dict(left_out=w.left_out, body=[float(v) / world**2 for numbers, _ in found for name in ("body", "body_adam")
+                                           for v in numbers.get(name, ())])
+
+
+def in_three_ways(rank):
+    data = torch.randn(8, 6, 5, 67, generator=torch.Generator().manual_seed(0))
+    return {f"sampled_{kind}": sampled(data if kind == "one" else data.split(4)[rank], kind) for kind in ("one", "ddp", "fsdp")}
+
+
 def main(folder):
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
     dist.init_process_group("gloo", store=dist.FileStore(os.environ["STORE"], 2), rank=rank, world_size=2)
     data = ids(batch=8).split(4)
-    numbers = dict(truth=pair_of(loop(plain(), {"idx": torch.cat(data)}), NORMS), ddp=ddp(rank, data), fsdp=fsdp(rank, data),
+    numbers = in_three_ways(rank)
+    numbers |= dict(truth=pair_of(loop(plain(), {"idx": torch.cat(data)}), NORMS), ddp=ddp(rank, data), fsdp=fsdp(rank, data),
                    times=times(rank, data), compiled=compiled_before(rank, data), exact=exact(rank, data))
     if importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate"):
         numbers |= huggingface(folder)

@@ -34,7 +34,7 @@ def words(result, run, cost, args):
     other = assumed(result) if "assumptions" in result else []
     lines += [] if "devices" in result else other
     lines += ["To the same loss, at a constant batch (in brackets: 95% intervals of what was measured):"]
-    lines += table(result["rows"], "batch") + [f"{predict.TUNED} {predict.CHECKED}"] + result["caution"] + about_loss(result)
+    lines += table(result["rows"], "batch") + [f"{predict.TUNED} {predict.CHECKED}"] + about_loss(result)
     if cost and min(row["batch"] for row in result["rows"]) < result["machine"]["quantum"]:
         lines.append(f"Below {result['machine']['quantum']}, micro-batch x devices, a sequence costs more than this says.")
     lines += [""] + about_right(result, cost) + about_lost(result, cost)
@@ -170,4 +170,4 @@ def right_batch(folder):
         return []
     cost = predict.step_cost(run)
     return [about_cost(result, run, cost), *about_right(result, cost), *about_lost(result, cost), predict.TUNED,
-            *result["caution"], *about_loss(result)]
+            *about_loss(result)]

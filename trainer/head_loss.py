@@ -200,7 +200,7 @@ def _(x, weight, targets):
 
 class ProbedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, probe, p, link_rows, link_idx, method):
+    def forward(ctx, x, weight, targets, probe, link_rows, link_idx, method):
         ctx.dtypes, ctx.method = (x.dtype, weight.dtype), method
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -209,32 +209,33 @@ class ProbedLinearCrossEntropy(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             losses, difference = op(x.flatten(0, 1), weight, targets.flatten())
         loss, n_kept = mean_of(losses, targets)
-        ctx.save_for_backward(x, weight, n_kept, difference, p, link_idx)
+        ctx.save_for_backward(x, weight, n_kept, difference, link_idx)
         return loss
 
     @staticmethod
     def backward(ctx, g):
-        x, weight, n_kept, difference, p, link_idx = ctx.saved_tensors
+        x, weight, n_kept, difference, link_idx = ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         scale = g / n_kept
         late = x.is_cuda or torch.compiler.is_compiling()  # all results are proportional to it: no pass over the logits
         if not late:
             difference.mul_(scale.to(difference.dtype))
-        dx, dW, sq, rows = per_example.linear_gradients(difference.view(*x.shape[:2], -1), x, weight, p, link_idx, ctx.method)
+        difference = difference.view(*x.shape[:2], -1)
+        dx, dW, sq, rows = per_example.linear_gradients(difference, x, weight, None, link_idx, ctx.method)
         if late:
             dx, dW, sq = dx * scale, dW * scale, sq * scale.square()
-        rows = None if not ctx.needs_input_grad[5] else rows * scale if late else rows
-        sq = torch.stack([row for own in sq for row in (own, torch.zeros_like(own))])  # each followed by that of no bias
-        return dx.to(x_dtype), dW.to(weight_dtype), None, sq, None, rows, None, None
+        rows = None if not ctx.needs_input_grad[4] else rows * scale if late else rows
+        sq = torch.cat([sq, torch.zeros_like(sq)])  # that of no bias
+        return dx.to(x_dtype), dW.to(weight_dtype), None, sq, rows, None, None
 
 
-def probed_linear_cross_entropy(x, weight, targets, probe, metric=None, link=None):
-    """linear_cross_entropy whose probe gets what per_example.linear gives: x (B, T, C), targets (B, T), probe (2, B), or
-    (4, B) with a metric (V, C); link from per_example.embedding(..., tied=True). The weight must not be frozen."""
-    per_example.check_probe("probed_linear_cross_entropy", probe, 2 if metric is None else 4, len(x))
-    method = "simultaneous" if metric is not None else per_example.cheaper_method(*x.shape[1:], len(weight))
+def probed_linear_cross_entropy(x, weight, targets, probe, link=None):
+    """linear_cross_entropy whose probe gets what per_example.linear gives: x (B, T, C), targets (B, T), probe (2, B); link from
+    per_example.embedding(..., tied=True). The weight must not be frozen."""
+    per_example.check_probe("probed_linear_cross_entropy", probe, 2, len(x))
+    method = per_example.cheaper_method(*x.shape[1:], len(weight))
     rows, idx = (None, None) if link is None else link
-    return ProbedLinearCrossEntropy.apply(x, weight, targets, probe, metric, rows, idx, method)
+    return ProbedLinearCrossEntropy.apply(x, weight, targets, probe, rows, idx, method)
 
 
 def cross_entropy_in_pieces(logits, targets):

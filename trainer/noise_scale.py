@@ -1,23 +1,28 @@
 """
 Which noise scale a run goes by: decided here for the controller, the terminal, the summary, pictures and predictions. It is the
-whole model's, measured (gns=exact) or the norm layers' times a measured factor (gns_calibrate_tokens), in the metric that
+whole model's, measured (gns=exact) or the norm layers' times a measured factor (gns_calibrate), in the metric that
 gns_metric names. The norm layers' own is never taken for it. It stands in every log row as gns, gns_low and gns_high.
+The whole model is every weight but the look-up tables (rightbatch/rows.py).
 """
 
-WORDS = {"gns/total": "the whole model", "gns/calibrated": "the whole model",
-         "gns/total_adam": "the whole model in Adam's metric", "gns/calibrated_adam": "the whole model in Adam's metric"}
+WORDS = {"gns/body": "the whole model", "gns/calibrated": "the whole model",
+         "gns/total_adam": "the whole model in Adam's metric", "gns/calibrated_adam": "the whole model in Adam's metric",
+         "gns/total": "all weights"}  # of earlier logs
 
 
 def key(config):
     """The log key of the noise scale that this run goes by, or None where it measures none of the whole model."""
-    if config.gns == "off" or (config.gns == "norm" and not config.gns_calibrate_tokens):
+    if config.gns == "off" or (config.gns == "norm" and not config.gns_calibrate):
         return None
-    return ("gns/total" if config.gns == "exact" else "gns/calibrated") + ("_adam" if metric(config) == "adam" else "")
+    adam = metric(config) == "adam"
+    if config.gns == "exact":
+        return "gns/total_adam" if adam else "gns/body"
+    return "gns/calibrated_adam" if adam else "gns/calibrated"
 
 
 def metric(config):
-    """gns_metric, where the run measures in it: Muon has no second moment, and fsdp never holds all of Adam's."""
-    unmeasured = not config.gns_adam or config.optimizer != "adamw" or config.parallel == "fsdp"
+    """gns_metric, where the run measures in it: Muon has no second moment, and with fsdp no process holds all of Adam's."""
+    unmeasured = not config.gns_adam or config.optimizer != "adamw" or (config.parallel, config.gns) == ("fsdp", "exact")
     return "plain" if unmeasured else config.gns_metric
 
 

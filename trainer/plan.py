@@ -49,9 +49,8 @@ def block_activations(c, n, half):
 
 
 def chunked(c, vocab_size):
-    """Whether every step makes logits in chunks (head_loss.py): large ones, and no exact steps, which hold them whole."""
-    exact_steps = c.gns == "exact" or (c.gns == "norm" and c.gns_calibrate_tokens > 0)
-    return not exact_steps and head_loss.worth_it(c.micro_batch_size * c.block_size, vocab_size, "cpu")
+    """Whether every step makes logits in chunks (head_loss.py): large ones, and not gns=exact, which holds them whole."""
+    return c.gns != "exact" and head_loss.worth_it(c.micro_batch_size * c.block_size, vocab_size, "cpu")
 
 
 def activations(c, vocab_size, half, checkpointing):

@@ -26,10 +26,10 @@ from trainer.noise_scale import source
 
 CHECKED = "How far predictions were checked: docs/whatif.md."
 NOISE = {"gns/total_adam": "the whole model's in Adam's metric, every step exact",
+         "gns/body": "the whole model's in the plain metric, every step exact",
          "gns/calibrated_adam": "the whole model's in Adam's metric: the norm layers' times a measured factor",
-         "gns/total": "the whole model's in the plain metric, every step exact",
-         "gns/calibrated": "the whole model's in the plain metric: the norm layers' times a measured factor"}
-LARGE_VOCABULARY = 5000  # tokens, beyond which most are rare
+         "gns/calibrated": "the whole model's in the plain metric: the norm layers' times a measured factor",
+         "gns/total": "all weights' in the plain metric, every step exact"}
 EVALUATIONS = 4  # fewer tell too little of where a loss was reached
 PHASES = 1000  # that a log is cut into at most: the noise scale changes little from one to the next
 MEASURED = "measured over the run's last tokens"
@@ -88,15 +88,6 @@ def read(folder):
     return Run(folder, rows, steps, config, facts, block, facts.get("processes", 1), micro)
 
 
-def caution(run, key):
-    """[a sentence] where the noise scale is known to mislead."""
-    tokens = (run.facts.get("data") or {}).get("vocab_size") or 0
-    if not key.endswith("_adam") or tokens <= LARGE_VOCABULARY:
-        return []
-    return [f"Caution: most of a vocabulary of {tokens:,} tokens are rare, and Adam's metric gives those most weight. Early in "
-            "a run this noise scale was seen 9 to 20 times too large (docs/evidence.md): --gns_metric=plain was nearer."]
-
-
 def triple(row, key):
     """(value, low, high) of a row, or None while undetermined."""
     values = tuple(row.get(key + end) for end in ("", "_low", "_high"))
@@ -111,7 +102,7 @@ def noise_key(run):
     if newest:
         return source(newest)
     metrics = ("", "_adam") if run.config.get("gns_metric") == "plain" else ("_adam", "")
-    keys = [f"gns/{name}{metric}" for metric in metrics for name in ("total", "calibrated")]
+    keys = [key for metric in metrics for key in ("gns/total_adam" if metric else "gns/body", f"gns/calibrated{metric}")]
     if not any("gns" in row for row in run.steps):
         found = next((key for key in keys if any(triple(row, key) for row in run.steps)), None)
         if found:
@@ -124,13 +115,13 @@ def noise_key(run):
         raise ConfigError(f"{run.folder}: gns='off': its noise scale was not measured, so there is no prediction; "
                           "train with --gns=norm, which costs next to nothing")
     if mode == "norm" and not any(key in row for row in run.steps for key in keys):
-        raise ConfigError(f"{run.folder}: gns_calibrate_tokens=0: it measured the norm layers alone, whose noise scale is not "
-                          "the whole model's, so there is no prediction; use --gns_calibrate_tokens=25000 or --gns=exact")
+        raise ConfigError(f"{run.folder}: gns_calibrate=False: it measured the norm layers alone, whose noise scale is not "
+                          "the whole model's, so there is no prediction; use --gns_calibrate=True or --gns=exact")
     factors = [f"gns/calibration{metric}" for metric in metrics]
     calibrated = mode != "norm" or any(row.get(key) is not None for row in run.steps for key in factors)
     why = ("the gradient is too small against its noise; train for more tokens, with a larger batch_size or a longer "
            "gns_half_life_tokens" if calibrated else "the factor from the norm layers to the whole model was still being "
-           "measured; train for more tokens, or with a smaller gns_calibrate_tokens")
+           "measured; train for more tokens")
     raise ConfigError(f"{run.folder}: its noise scale is undetermined in {'all ' if len(run.steps) > 1 else ''}"
                       f"{log.plural(len(run.steps), 'logged row')} ({log.count(run.steps[-1]['tokens'])} tokens), so there is "
                       f"no prediction: {why}")
@@ -429,7 +420,6 @@ def predict(run, machine, to_loss=None, batches=None, rate=None):
     fits = machine.measured or min(p.batch for p in found) >= quantum  # below, the cost of a step is another
     mine = own(found, block, cost if fits else None)
     result = {"run": run.folder, "loss": loss, "loss_kind": kind, "at_the_end": at_the_end(run, until), "assumes": TUNED,
-              "caution": caution(run, key),
               "rows": [row_at(found, b, block, cost, rate) for b in batches],
               "step_time": step_time(cost), "right_batch": right,
               "right_batch_at_the_end": right_batch(found[-1].noise, cost, quantum),

@@ -240,7 +240,7 @@ class Run:
         self.logged = Mark(row["step"], row["tokens"], row["seconds"])
         seconds_per_token = (row["seconds"] - self.opened.seconds) / (row["tokens"] - self.opened.tokens)
         self.out.write(row)
-        to_go = self.step.tokens_to_calibration(noise_scale.metric(self.config), self.count.tokens)
+        to_go = self.step.tokens_to_factor(noise_scale.metric(self.config))
         self.out.say(summary.describe(row, self.config, max(0, self.end - row["tokens"]) * seconds_per_token,
                                       to_go and to_go * seconds_per_token, self.out.columns))
         self.look_for_blow_up(row["train/loss"])

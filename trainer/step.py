@@ -20,7 +20,9 @@ import torch
 
 from rightbatch import step_time
 from rightbatch.crosscheck import CrossCheck
-from rightbatch.tracker import EXACT_EARLY, Tracker, local, scale_row
+from rightbatch.metric import adam_metric
+from rightbatch.rows import picked, tables
+from rightbatch.tracker import Tracker, local, scale_row
 from trainer import hardware
 from trainer.grad_stats import GradStats
 from trainer.optimizer import Optimizer
@@ -30,7 +32,6 @@ from trainer.optimizer import Optimizer
 class Record:
     """The numbers of one step, still on the device."""
     numbers: dict  # {name: tensor}: loss, param_sq, loss_scale, bad, and what tracker, crosscheck and grad_stats added
-    usual: bool  # not an exact step of a calibration, which takes longer than its neighbours
     batch_size: int
     tokens: int
     times: tuple | None = None  # moments of the clock, see step_time
@@ -46,15 +47,15 @@ class TrainingStep:
         self.optimizer = like.optimizer if like else Optimizer(model, config, device, dtype)
         self.autocast = hardware.autocast(device, dtype)
         self.parameters = dict(model.named_parameters())
-        self.copies = 1 if ranks.sharded else ranks.world  # processes that hold the same gradient
         self.measures_adam = config.gns_adam and not (ranks.sharded and config.gns == "exact")  # see metric_of
         # no method of this object: the cycle would keep the model alive after its last user
-        metric = functools.partial(metric_of, self.optimizer, ranks, len(self.parameters)) if self.measures_adam else None
+        metric, row_metric = (functools.partial(f, self.optimizer, ranks) if self.measures_adam else None
+                              for f in (metric_of, row_metric_of))
         self.tracker = Tracker(
-            self.parameters, {mode: model.probe_sites(mode) for mode in ("norm", "exact")}, config.gns,
+            self.parameters, {mode: model.probe_sites(mode) for mode in ("norm", "exact", "rows")}, tables(model), config.gns,
             micro_batch_size=config.micro_batch_size, half_life_tokens=config.gns_half_life_tokens,
-            calibrate_tokens=config.gns_calibrate_tokens, metric=metric, rank=ranks.rank, world=ranks.world,
-            copies=self.copies, device=device)
+            calibrate=config.gns_calibrate, metric=metric, row_metric=row_metric, sharded=ranks.sharded, seed=config.seed,
+            rank=ranks.rank, world=ranks.world, device=device)
         self.crosscheck, self.crosscheck_scales = None, {}
         if config.gns_crosscheck:
             groups = {group: self.tracker.members["exact"][group][1] for group in ("norm", "total")}
@@ -77,7 +78,7 @@ class TrainingStep:
         """The gradient of a step that goes from `before` to `after` tokens, from `accum` micro-batches (x, y)."""
         self.timer.begin()
         self.tokens, self.batch_size = after - before, accum * self.config.micro_batch_size * self.ranks.world
-        self.tracker.begin(before, after)
+        self.tracker.begin()
         self.timer.mark()
         self.stats.begin(accum, measure_stats)
         if self.crosscheck:
@@ -86,7 +87,7 @@ class TrainingStep:
         self.loss = torch.zeros((), device=self.device)
         for micro, (x, y) in enumerate(micro_batches, 1):
             given = self.tracker.given()
-            if accum == 1 and self.ranks.ddp and not self.tracker.calibrating and self.timer.wants_rehearsal():
+            if accum == 1 and self.ranks.ddp and self.timer.wants_rehearsal():
                 self.timer.rehearse(functools.partial(self.rehearse, x, y, given))
             self.ranks.sync(self.run_model, last=micro == accum)
             with self.autocast:
@@ -109,8 +110,7 @@ class TrainingStep:
                 loss = self.run_model(x, y, **given)[1]
             self.optimizer.backward(loss)
         self.optimizer.zero_grad()
-        if given:
-            given["probes"].grad = None
+        self.tracker.take(given, keep=False)
 
     # -- update
 
@@ -128,13 +128,13 @@ class TrainingStep:
         self.optimizer.unscale()
         grads = [local(p.grad) for p in self.parameters.values()]
         param_sq = torch.stack(torch._foreach_norm(grads)).float().square()
-        numbers = {"loss": self.loss / self.ranks.world, "param_sq": param_sq / self.copies, **self.tracker.record()}
+        numbers = {"loss": self.loss / self.ranks.world, "param_sq": param_sq / self.tracker.copies, **self.tracker.record()}
         if self.crosscheck:
             numbers |= self.crosscheck.record(self.loss_scale)
         numbers = self.summed(numbers)
         finite = torch.isfinite(numbers["param_sq"].sum()) & torch.isfinite(numbers["loss"])
         numbers |= {"loss_scale": self.loss_scale, "bad": torch.logical_not(finite).float()}
-        return Record(numbers, not self.tracker.calibrating, self.batch_size, self.tokens)
+        return Record(numbers, self.batch_size, self.tokens)
 
     def summed(self, numbers):
         """Sums over processes, in one transfer."""
@@ -149,8 +149,9 @@ class TrainingStep:
     def absorb(self, values, record):
         """Bring the averages up to date with a step, from its values (see to_host)."""
         self.stats.absorb(values)
-        if record.times and record.usual:
-            self.timer.absorb(record.times, record.tokens, kind="param_psq" in record.numbers)
+        if record.times:
+            kind = tuple(name in record.numbers for name in ("param_psq", "rows_sq"))
+            self.timer.absorb(record.times, record.tokens, kind)
         if values["bad"][0] == 0:
             self.tracker.absorb(values, record.batch_size, record.tokens)
             if self.crosscheck:
@@ -168,11 +169,9 @@ class TrainingStep:
         """The keys of a log line."""
         return self.tracker.row() | scale_row(self.crosscheck_scales) | self.stats.row()
 
-    def tokens_to_calibration(self, metric, tokens):
-        """Roughly, after `tokens`, until the whole model's noise scale is known; None where nothing tells, or it is."""
-        calibration = self.tracker.calibrations.get("_adam" if metric == "adam" else "")
-        steps = calibration and calibration.steps_to_go()
-        return steps * min(self.config.gns_calibrate_tokens, tokens / EXACT_EARLY) if steps else None
+    def tokens_to_factor(self, metric):
+        """Roughly, until the whole model's noise scale is known; None where nothing tells, or it is."""
+        return self.tracker.tokens_to_factor("_adam" if metric == "adam" else "", self.tokens)
 
     def state_dict(self):
         state = self.tracker.state_dict()
@@ -195,13 +194,24 @@ def to_host(records):
     return [{name: next(pieces) for name in record.numbers} for record in records]
 
 
-def metric_of(optimizer, ranks, count, named):
-    """The metric that the optimizer steps in, of the `named` parameters of a model that has `count`: (this process's part of
-    each, each unsharded), or None while there is none. Shards are gathered for the norm layers alone, a few vectors: all
-    parameters would be a second model on each process."""
-    if ranks.sharded and len(named) == count:
-        return None
+def metric_of(optimizer, ranks, named):
+    """The metric that the optimizer steps in, of the `named` parameters: (this process's part of each, each unsharded), or None
+    while there is none. Shards are gathered: of norm layers, a few vectors."""
     mine = optimizer.metric(named)
     if mine is None:
         return None
     return mine, ranks.gather_shards(mine, {name: p.shape for name, p in named.items()}) if ranks.sharded else mine
+
+
+def row_metric_of(optimizer, ranks, pairs):
+    """The metric of some rows, flat, of (parameter, row numbers) pairs, or None while there is none. Shards are not gathered:
+    each process has some of the rows, and their sum is all of them."""
+    moments = [optimizer.moments(p) for p, _ in pairs]
+    if not all(moments):
+        return None
+    v = torch.cat([picked(local(state["exp_avg_sq"]), own, p.shape[0], ranks.rank, ranks.world).flatten()
+                   for (p, own), (state, _) in zip(pairs, moments)])
+    if ranks.sharded:
+        ranks.sum(v)
+    state, group = moments[0]
+    return adam_metric([v], state["step"], group["betas"][1], group["eps"])[0]

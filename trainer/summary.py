@@ -95,7 +95,7 @@ def noise_words(row, config, calibrating=None):
         return "gns off"
     if found:
         return "gns {:.3g} [{:.3g}, {:.3g}]".format(*found)
-    if own and not config.gns_calibrate_tokens:
+    if own and not config.gns_calibrate:
         return "norm layers {:.3g} [{:.3g}, {:.3g}]".format(*own)
     if config.gns == "norm" and not has_factor(row):
         return "gns calibrating" + (f", ~{log.duration(calibrating)}" if calibrating is not None else "")
@@ -176,12 +176,11 @@ def noise_summary(steps, config, timed=False):
     if noise_scale.key(config) is None:
         own = noise_scale.read(steps[-1], "gns/norm")
         return ["The norm layers' noise scale is " + ("{:.3g} [{:.3g}, {:.3g}]".format(*own) if own else "undetermined")
-                + ". The whole model's is proportional to it, not equal: gns_calibrate_tokens measures the factor."]
+                + ". The whole model's is proportional to it, not equal: gns_calibrate=True measures the factor."]
     known = [row for row in steps if noise_scale.of(row) and noise_scale.of(row)[0] > 0]
     if not known and config.gns == "norm" and not has_factor(steps[-1]):
         return ["The noise scale is undetermined: the factor from the norm layers to the whole model was still being measured, "
-                f"by one exact step in {config.gns_calibrate_tokens} tokens. A longer run has it, or fewer "
-                "gns_calibrate_tokens."]
+                "by one step in eight. A longer run has it."]
     if not known:
         return ["The noise scale is undetermined: the gradient is too small against its noise for this many tokens. "
                 "Try a longer gns_half_life_tokens or a larger batch_size."]
@@ -201,7 +200,7 @@ def noise_summary(steps, config, timed=False):
         suffix = "_adam" if noise_scale.metric(config) == "adam" else ""
         factor, low, high = noise_scale.read(end, f"gns/calibration{suffix}")
         lines.append(f"It is the norm layers' {end[f'gns/norm{suffix}']:.3g}{' in that metric' if suffix else ''} times "
-                     f"{factor:.2f} (95% interval {low:.2f} to {high:.2f}), measured by exact steps on the way.")
+                     f"{factor:.2f} (95% interval {low:.2f} to {high:.2f}), measured by sampled rows on the way.")
     return lines
 
 

@@ -41,14 +41,15 @@ def library_texts(library: Path) -> dict:
     return readable({path.relative_to(library).as_posix(): path.read_bytes() for path in library_files(library)})
 
 
-def write(texts, out_dir, val_fraction, source, quiet=False) -> dict:
-    """The dataset of {name: text}, split by whole files; returns its meta."""
+def write(texts, out_dir, val_fraction, source, quiet=False, tokenizer=None) -> dict:
+    """The dataset of {name: text}, split by whole files; returns its meta. tokenizer: for other tokens than bytes,
+    whose texts are str."""
     sizes = [(name, len(text)) for name, text in texts.items()]
     chosen = tokens.choose_validation(sizes, val_fraction)
     documents = (("val" if i in chosen else "train", text, True) for i, text in enumerate(texts.values()))
     return tokens.build(
         out_dir,
-        tokens.get_tokenizer("bytes"),
+        tokenizer or tokens.get_tokenizer("bytes"),
         documents,
         total_bytes=sum(size for _, size in sizes),
         quiet=quiet,

@@ -266,7 +266,7 @@ def soak(attack, steps):
     """Descriptors, memory and time per step of a long run, at a tenth of the way and at its end."""
     out, marks = attack.folder(), []
     child = attack.train(out, max_tokens=steps * 16, micro_batch_size=1, batch_size=1, batch_size_start=1, log_interval=100,
-                         eval_tokens=steps * 4, checkpoint_tokens=steps, gns_calibrate_tokens=0, warmup_tokens=16)
+                         eval_tokens=steps * 4, checkpoint_tokens=steps, gns_calibrate=False, warmup_tokens=16)
     log = os.path.join(out, "log.jsonl")
     while os.waitpid(child.pid, os.WNOHANG)[0] == 0:
         with contextlib.suppress(OSError):

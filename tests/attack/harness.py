@@ -14,7 +14,7 @@ import time
 import traceback
 
 TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, micro_batch_size=4, batch_size=16, batch_size_start=4,
-            max_tokens=6400, warmup_tokens=320, gns_half_life_tokens=1000, gns_calibrate_tokens=800, eval_tokens=1600,
+            max_tokens=6400, warmup_tokens=320, gns_half_life_tokens=1000, gns_calibrate=True, eval_tokens=1600,
             eval_iters=4, log_interval=1, checkpoint_tokens=640, dropout=0.1, device="cpu", dtype="float32", compile="False")
 TIMED = {"dt_ms", "tok_per_sec", "mfu", "seconds"}
 SECONDS = 60  # a case that takes longer hangs

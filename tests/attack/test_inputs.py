@@ -165,7 +165,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory, tiny_data):
     out = tmp_path_factory.mktemp("run")
-    train.main([f"--{k}={v}" for k, v in {"dataset": tiny_data, "out_dir": out, **TINY, "gns_calibrate_tokens": 320}.items()])
+    train.main([f"--{k}={v}" for k, v in {"dataset": tiny_data, "out_dir": out, **TINY, "gns_calibrate": True}.items()])
     return out
 
 

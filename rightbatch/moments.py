@@ -1,0 +1,104 @@
+"""
+Adam's second moments where optimizers keep them, of whole parameters, of a few rows, of shards of either, and the metric that
+they make (metric.py).
+"""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+
+from rightbatch import rows
+from rightbatch.metric import adam_metric
+
+
+class Moments:
+    def __init__(self, optimizers):
+        """optimizers: a list, which may grow."""
+        self.optimizers, self.groups = optimizers, {}  # parameter -> (its optimizer, its group there)
+
+    def group(self, p):
+        """The group of the optimizer that p is in, if Adam steps there and has a second moment of p."""
+        if not any("exp_avg_sq" in optimizer.state.get(p, {}) for optimizer in self.optimizers):
+            return None
+        if p not in self.groups:
+            self.groups = {other: (o, group) for o in self.optimizers for group in o.param_groups for other in group["params"]}
+        return self.groups[p][1] if "betas" in self.groups[p][1] else None  # Adafactor has no betas
+
+    def second(self, p):
+        """What Adam divides by the root of: with amsgrad, the largest so far. Perhaps sharded."""
+        state = self.groups[p][0].state[p]
+        return state.get("max_exp_avg_sq", state["exp_avg_sq"])
+
+    def of(self, p):
+        """Adam's metric of a parameter, or None: another optimizer, or before its first step."""
+        return None if self.group(p) is None else self.metric(whole(self.second(p)), p)
+
+    def of_all(self, parameters, pick):
+        """Adam's metric of what `pick` takes out of the second moments of all parameters, [moment] -> [flat], as one vector; or
+        None. Those of one group of the optimizer step together, so that a few operations do for all."""
+        groups = [self.group(p) for p in parameters]
+        if any(group is None for group in groups):
+            return None
+        flat = pick([self.second(p) for p in parameters])
+        parts = []
+        for _, members in itertools.groupby(zip(groups, parameters, flat), key=lambda member: id(member[0])):
+            _, (first, *_), moments = zip(*members)
+            parts.append(self.metric(torch.cat(moments), first))
+        return torch.cat(parts)
+
+    def metric(self, moments, p):
+        """Of second moments that have made as many steps as p, in its group."""
+        optimizer, group = self.groups[p]
+        step = optimizer.state[p]["step"]
+        if getattr(step, "device", None) != moments.device:  # on the host: a copy would wait for the device, a number does not
+            step = torch.full((), float(step), device=moments.device)
+        return adam_metric([moments], step, group["betas"][1], group["eps"])[0]
+
+
+def is_dtensor(t):
+    return hasattr(t, "placements")
+
+
+def whole(v):
+    return v.full_tensor() if is_dtensor(v) else v
+
+
+def rows_of(wanted):
+    """[(moment, row numbers or None for all, which dimension has the rows)] -> [flat, row after row]. Of sharded ones each
+    process has a part, and these are added up in one go over each mesh dimension: that is all that is sent."""
+    found, spread = [], {}
+    for v, own, dim in wanted:
+        group = None
+        if own is None:
+            part = whole(v)
+        elif is_dtensor(v):
+            part, group = part_of_rows(v, own.to(v.device), dim)
+        else:
+            part = v.index_select(dim, own.to(v.device))
+        flat = part.movedim(dim, 0).flatten()
+        if group is not None:
+            spread.setdefault(group, []).append(len(found))
+        found.append(flat)
+    for group, where in spread.items():
+        together = torch.cat([found[i] for i in where])
+        dist.all_reduce(together, group=group)
+        for i, part in zip(where, together.split([len(found[i]) for i in where])):
+            found[i] = part
+    return found
+
+
+def part_of_rows(v, own, dim):
+    """(rows of a sharded tensor as far as this process has them, zero elsewhere; the group that has all of them)."""
+    sharded = [i for i, placement in enumerate(v.placements) if not placement.is_replicate()]
+    if len(sharded) != 1 or type(v.placements[sharded[0]]).__name__ != "Shard":  # shards of shards
+        return whole(v).index_select(dim, own), None
+    (mesh_dim,), local, cut = sharded, v.to_local(), v.placements[sharded[0]].dim
+    rank, world = v.device_mesh.get_local_rank(mesh_dim), v.device_mesh.size(mesh_dim)
+    if cut == dim:
+        part = rows.picked(local.movedim(dim, 0), own, v.shape[dim], rank, world).movedim(0, dim)
+    else:
+        part = local.new_zeros([len(own) if i == dim else size for i, size in enumerate(v.shape)])
+        first = min(rank * -(-v.shape[cut] // world), v.shape[cut])
+        part.narrow(cut, first, local.shape[cut]).copy_(local.index_select(dim, own))
+    return part, v.device_mesh.get_group(mesh_dim)
