@@ -18,6 +18,15 @@ from rightbatch.tracker import named
 TUNED = "Assumes a learning rate tuned for each batch size."
 
 
+@dataclasses.dataclass(frozen=True)
+class Noise:
+    """A noise scale in sequences, with its 95% interval, and what it is the noise scale of, in words."""
+    value: float
+    low: float
+    high: float
+    of: str = "the whole model"
+
+
 @dataclasses.dataclass
 class Cost:
     """Seconds of a step: fixed + per_sequence x B, each a triple."""
