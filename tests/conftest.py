@@ -1,35 +1,14 @@
-import hashlib
 import json
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+pytest.register_assert_rewrite("tests.helpers", "tests.watching")
+from tests.helpers import TINY, write_dataset  # noqa: E402
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only adds waiting, and sums keep one order
-
-# a run of some 20 steps that takes a second
-TINY = dict(n_layer=2, n_head=2, n_embd=16, block_size=16, micro_batch_size=4, batch_size=16, batch_size_start=4,
-            max_tokens=3200, warmup_tokens=320, gns_half_life_tokens=1000, eval_tokens=1600, eval_iters=4, log_interval=1,
-            checkpoint_tokens=640, device="cpu", dtype="float32", compile="False")
-
-
-def write_dataset(folder, train, val, vocab_size=256, dtype="uint8", **meta):
-    os.makedirs(folder, exist_ok=True)
-    checksums = {}
-    for name, ids in (("train", train), ("val", val)):
-        data = np.asarray(ids, dtype=dtype).tobytes()
-        checksums[f"{name}_sha256"] = hashlib.sha256(data).hexdigest()
-        with open(os.path.join(folder, f"{name}.bin"), "wb") as f:
-            f.write(data)
-    with open(os.path.join(folder, "meta.json"), "w") as f:
-        json.dump({"format": 1, "vocab_size": vocab_size, "dtype": dtype, "tokenizer": "bytes", "train_tokens": len(train),
-                   "val_tokens": len(val), **checksums, "source": "test", **meta}, f)
-    return str(folder)
 
 
 @pytest.fixture(scope="session")
@@ -75,9 +54,3 @@ def tiny_args(tiny_data):
     return args
 
 
-def run_script(*args, script="train.py", **kwargs):
-    """A script in a process of its own, as a user starts it."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", **kwargs.pop("env", {})}
-    env.pop("WANDB_MODE", None)
-    return subprocess.run([sys.executable, os.path.join(ROOT, script), *args], capture_output=True, text=True, env=env,
-                          stdin=subprocess.DEVNULL, timeout=300, **kwargs)

@@ -10,7 +10,7 @@ import train
 import whatif
 from configurator import Config
 from plots import report, style
-from tests.test_whatif import BLOCK, RAMP, rewrite, write_run
+from tests.helpers import BLOCK, RAMP, rewrite, write_run
 from trainer import advice, predict, summary
 
 

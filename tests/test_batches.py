@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from configurator import ConfigError
-from tests.conftest import write_dataset
+from tests.helpers import write_dataset
 from trainer import batches
 from trainer.batches import Dataset, window_starts
 

@@ -8,7 +8,7 @@ import configurator
 import schedule
 from configurator import Config, ConfigError, parse
 from model import GPT, GPTConfig
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from trainer import distributed, plan
 
 CONFIGS = sorted(os.listdir(os.path.join(ROOT, "config")))

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import fake_cuda, gpu, tools, traffic, triton_compile
 from configurator import Config
 from model import GPT, GPTConfig
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from trainer import head_loss
 from trainer.distributed import Ranks
 from trainer.step import TrainingStep

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,7 +17,7 @@ import torch
 
 import train
 from configurator import Config, ConfigError
-from tests.conftest import ROOT, TINY
+from tests.helpers import ROOT, TINY, as_args, environment, free_port, torchrun
 from trainer import checkpoint, distributed, log
 
 # 50 steps with a linear ramp from 4 to 16 sequences; on n ranks the micro-batch is 4 / n, so that batches are the same
@@ -57,26 +56,6 @@ for port, fault, args in json.load(open(sys.argv[1])):
     StepTime.wants_rehearsal = wants if fault != "unrehearsed" else lambda self: False
     assert train.main(args) == 0
 """
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
-def as_args(settings):
-    return [f"--{k}={v}" for k, v in settings.items()]
-
-
-def environment(**more):
-    return {**{k: v for k, v in os.environ.items() if k != "WANDB_MODE"}, "OMP_NUM_THREADS": "1", **more}
-
-
-def torchrun(ranks, script, *args, options=()):
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={free_port()}",
-               *options, script, *args]
-    return subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def by_hand(ranks, args):

@@ -9,7 +9,7 @@ import pytest
 
 import configurator
 from results import render, transcripts
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from trainer import plan
 
 ROOT = Path(ROOT)

@@ -8,7 +8,7 @@ import torch
 import export
 import sample
 import train
-from tests.conftest import TINY
+from tests.helpers import TINY
 from trainer import checkpoint
 
 

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, TINY
+
+from tests.helpers import ROOT, TINY
 
 sys.path.insert(0, os.path.join(ROOT, "experiments"))
 

@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+
+from tests.helpers import ROOT
 
 sys.path.insert(0, os.path.join(ROOT, "experiments"))
 

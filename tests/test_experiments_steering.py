@@ -6,7 +6,8 @@ import os
 import sys
 
 import pytest
-from conftest import ROOT
+
+from tests.helpers import ROOT
 
 sys.path.insert(0, os.path.join(ROOT, "experiments"))
 

@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from test_plot import exact_rows
+
+from tests.helpers import ROOT, exact_rows
 
 sys.path.insert(0, os.path.join(ROOT, "experiments"))
 

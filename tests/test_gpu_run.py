@@ -14,7 +14,7 @@ import torch
 import bench
 import train
 from benchmarks import gpu
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 from trainer import hardware
 
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"

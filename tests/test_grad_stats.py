@@ -7,7 +7,7 @@ import torch
 
 import train
 from model import GPT, GPTConfig
-from tests.conftest import TINY
+from tests.helpers import TINY
 from trainer import batches, checkpoint, log
 
 STEP = TINY["batch_size"] * TINY["block_size"]  # tokens

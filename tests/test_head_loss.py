@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
-from test_model import batch, check_against_oracle, make
 
 import train
 from benchmarks import tools
 from model import GPT, GPTConfig
+from tests.helpers import check_against_oracle, gpt_batch, make_gpt
 from trainer import head_loss
 
 
@@ -100,17 +100,17 @@ def test_a_second_backward_pass_is_refused_not_wrong(small_chunks):
 @pytest.mark.parametrize("mode", ["norm", "exact"])
 @pytest.mark.parametrize("overrides", [{}, {"tie_weights": False}, {"activation_checkpointing": "block"}], ids=str)
 def test_per_example_norms_are_right_with_it(overrides, mode, small_chunks):
-    x, y = batch(6)
-    check_against_oracle(make(**overrides), x, y, micro=3, mode=mode)
+    x, y = gpt_batch(6)
+    check_against_oracle(make_gpt(**overrides), x, y, micro=3, mode=mode)
 
 
 @pytest.mark.parametrize("mode", [None, "exact"])
 def test_the_models_gradients_and_its_evaluation_are_those_of_the_plain_path(mode, monkeypatch, small_chunks):
-    x, y = batch(4)
+    x, y = gpt_batch(4)
     results = []
     for worth in (1 << 40, 0):
         monkeypatch.setattr(head_loss, "WORTH_BYTES", worth)
-        model = make()
+        model = make_gpt()
         probes = None if mode is None else torch.zeros(len(model.probe_sites(mode)), 2, 4, requires_grad=True)
         logits, loss = model(x, y, probes=probes)
         assert (logits is None) == (worth == 0)  # in training large logits are not kept
@@ -124,17 +124,17 @@ def test_the_models_gradients_and_its_evaluation_are_those_of_the_plain_path(mod
 
 @pytest.mark.parametrize("mode", ["norm", "exact"])
 def test_it_compiles_without_a_graph_break(mode, small_chunks):
-    model = make()
-    x, y = batch(4)
+    model = make_gpt()
+    x, y = gpt_batch(4)
     check_against_oracle(model, x, y, micro=2, forward=torch.compile(model, fullgraph=True, backend="aot_eager"), mode=mode)
 
 
 def test_rows_of_whole_logits_are_aligned_where_a_gpu_needs_it_and_their_gradient_is_the_same(monkeypatch, small_chunks):
     """As on CUDA: in a buffer with longer rows."""
-    x, y = batch(6)
+    x, y = gpt_batch(6)
     made = []
     monkeypatch.setattr(head_loss, "row_length", lambda V, device: made.append(head_loss.padded(V)) or made[-1])
-    check_against_oracle(make(), x, y, micro=3, mode="exact")
+    check_against_oracle(make_gpt(), x, y, micro=3, mode="exact")
     assert made and head_loss.row_length(50257, torch.device("cuda")) % 8 == 0
     monkeypatch.undo()
     assert [head_loss.row_length(50257, torch.device(kind)) for kind in ("cuda", "cpu")] == [50288, 50257]

@@ -13,7 +13,7 @@ import sample
 import train
 from configurator import ConfigError
 from model import GPT, GPTConfig
-from tests.conftest import TINY, write_dataset
+from tests.helpers import TINY, write_dataset
 from trainer import checkpoint, huggingface, log
 
 transformers = pytest.importorskip("transformers")

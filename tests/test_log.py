@@ -9,7 +9,7 @@ import plot
 import train
 import whatif
 from configurator import ConfigError
-from tests.conftest import TINY
+from tests.helpers import TINY
 from trainer import checkpoint, log
 
 

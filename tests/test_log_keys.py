@@ -5,8 +5,7 @@ import os
 import pytest
 
 import train
-from tests.conftest import ROOT, TINY
-from tests.test_distributed import torchrun
+from tests.helpers import ROOT, TINY, torchrun
 from trainer import log
 from trainer.log_keys import GROUPS, KEYS, PARTS, SECTIONS, pattern, rows_of
 

@@ -14,8 +14,7 @@ import sample
 import train
 import whatif
 from data.text import prepare
-from tests.conftest import ROOT, TINY, write_dataset
-from tests.test_train import tree
+from tests.helpers import ROOT, TINY, tree, write_dataset
 from trainer import batches
 
 MISTAKES = [

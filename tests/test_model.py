@@ -3,66 +3,9 @@ import copy
 import pytest
 import torch
 
-from model import GPT, GPTConfig, spectral_norm
+from model import spectral_norm
 from rightbatch import rows
-
-SHAPE = dict(n_layer=2, n_head=2, n_embd=24, block_size=12, vocab_size=37)
-
-
-def make(seed=0, **overrides):
-    torch.manual_seed(seed)
-    model = GPT(GPTConfig(**{**SHAPE, **overrides}))
-    with torch.no_grad():  # norm weights of exactly 1 and biases of exactly 0 would hide mistakes
-        for p in model.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return model
-
-
-def batch(n, seed=1, T=12):
-    g = torch.Generator().manual_seed(seed)
-    ids = torch.randint(SHAPE["vocab_size"], (n, T + 1), generator=g)
-    return ids[:, :-1], ids[:, 1:]
-
-
-def contributions(model, x, y, n, metrics=None):
-    """The oracle: a loop over examples with plain autograd in float64. {parameter name: [|g_b / n|^2 for each b]}"""
-    model = copy.deepcopy(model).double()
-    model.config.activation_checkpointing = "none"
-    squares = {name: [] for name, _ in model.named_parameters()}
-    for b in range(len(x)):
-        model.zero_grad()
-        (model(x[b:b + 1], y[b:b + 1])[1] / n).backward()
-        for name, p in model.named_parameters():
-            weight = 1 if metrics is None else metrics.get(name, torch.zeros(())).double()
-            squares[name].append(float((weight * p.grad**2).sum()))
-    return {name: torch.tensor(v, dtype=torch.float64) for name, v in squares.items()}
-
-
-def measured(model, x, y, micro, forward=None, mode="norm", metrics=None):
-    """Probe gradients over all micro-batches, (sites, 2 or 4, B), as the training loop takes them."""
-    forward = model if forward is None else forward
-    accum = len(x) // micro
-    found = []
-    for i in range(0, len(x), micro):
-        probes = torch.zeros(len(model.probe_sites(mode)), 4 if metrics else 2, micro, requires_grad=True)
-        _, loss = forward(x[i:i + micro], y[i:i + micro], probes=probes, metrics=metrics)
-        (loss / accum).backward()
-        found.append(probes.grad)
-    return torch.cat(found, -1)
-
-
-def check_against_oracle(model, x, y, micro, forward=None, mode="norm", metrics=None):
-    found = measured(model, x, y, micro, forward, mode, metrics).double()
-    parameters = dict(model.named_parameters())
-    sites = model.probe_sites(mode)
-    for first_row, weights in ((0, None), (2, metrics)) if metrics else ((0, None),):
-        truth = contributions(model, x, y, len(x), weights)
-        for site, (name, _, layer) in enumerate(sites):
-            assert name in parameters and (layer is None or f"h.{layer}." in name)
-            torch.testing.assert_close(found[site, first_row], truth[name], rtol=1e-5, atol=0)
-            bias = name.replace("weight", "bias")
-            expected = truth[bias] if bias in parameters else torch.zeros(len(x), dtype=torch.float64)
-            torch.testing.assert_close(found[site, first_row + 1], expected, rtol=1e-5, atol=1e-30)
+from tests.helpers import GPT_SHAPE, check_against_oracle, gpt_batch, make_gpt, measured
 
 
 @pytest.mark.parametrize("accum", [1, 2, 3, 4])
@@ -70,8 +13,8 @@ def check_against_oracle(model, x, y, micro, forward=None, mode="norm", metrics=
     {}, {"bias": False}, {"norm": "rmsnorm"}, {"norm": "rmsnorm", "bias": False}, {"tie_weights": False},
     {"activation_checkpointing": "block"}, {"cos_attn": (1,)}, {"spectral_qkv": (0,)}, {"norm_impl": "ref"}], ids=str)
 def test_probe_gradients_are_the_squared_norms_of_each_examples_contribution(overrides, accum):
-    x, y = batch(3 * accum)
-    check_against_oracle(make(**overrides), x, y, micro=3)
+    x, y = gpt_batch(3 * accum)
+    check_against_oracle(make_gpt(**overrides), x, y, micro=3)
 
 
 EXACT = [{}, {"bias": False}, {"tie_weights": False}, {"norm": "rmsnorm"}, {"cos_attn": (0, 1)}, {"spectral_qkv": (0,)},
@@ -81,16 +24,16 @@ EXACT = [{}, {"bias": False}, {"tie_weights": False}, {"norm": "rmsnorm"}, {"cos
 @pytest.mark.parametrize("accum", [1, 3])
 @pytest.mark.parametrize("overrides", EXACT, ids=str)
 def test_exact_mode_gives_the_squared_norms_of_every_parameter(overrides, accum):
-    x, y = batch(4 * accum)
-    check_against_oracle(make(**overrides), x, y, micro=4, mode="exact")
+    x, y = gpt_batch(4 * accum)
+    check_against_oracle(make_gpt(**overrides), x, y, micro=4, mode="exact")
 
 
 @pytest.mark.parametrize("mode", ["norm", "exact"])
 @pytest.mark.parametrize("overrides", [{}, {"bias": False}, {"tie_weights": False, "norm": "rmsnorm"}, {"spectral_qkv": (1,)}],
                          ids=str)
 def test_weighted_norms_come_from_the_same_pass(overrides, mode):
-    model = make(**overrides)
-    x, y = batch(4)
+    model = make_gpt(**overrides)
+    x, y = gpt_batch(4)
     tables = rows.tables(model)
     metrics = {n: torch.rand_like(p) + 0.1 for n, p in model.named_parameters() if all(p is not table for table in tables)}
     check_against_oracle(model, x, y, micro=2, mode=mode, metrics=metrics)
@@ -98,8 +41,8 @@ def test_weighted_norms_come_from_the_same_pass(overrides, mode):
 
 def test_exact_mode_with_dropout_measures_the_masks_that_were_drawn():
     """One example at a time with the mask of its place in the batch: dropout replaced by recorded masks."""
-    model = make(dropout=0.4)
-    x, y = batch(3)
+    model = make_gpt(dropout=0.4)
+    x, y = gpt_batch(3)
     masks, mode = [], "record"
 
     def dropout(t, p, training):
@@ -129,7 +72,7 @@ def test_exact_mode_with_dropout_measures_the_masks_that_were_drawn():
 
 @pytest.mark.parametrize("overrides", [{}, {"bias": False, "tie_weights": False}, {"norm": "rmsnorm"}], ids=str)
 def test_every_parameter_belongs_to_exactly_one_exact_site(overrides):
-    model = make(**overrides)
+    model = make_gpt(**overrides)
     names = [n for n, _ in model.named_parameters()]
     covered = [n for site, _, _ in model.probe_sites("exact") for n in (site, site.replace("weight", "bias")) if n in names]
     assert sorted(covered) == sorted(names)
@@ -137,9 +80,9 @@ def test_every_parameter_belongs_to_exactly_one_exact_site(overrides):
 
 
 def test_probes_of_no_known_mode_are_refused():
-    x, y = batch(2)
+    x, y = gpt_batch(2)
     with pytest.raises(ValueError, match="probes has 3 sites, expected 5"):
-        make()(x, y, probes=torch.zeros(3, 2, 2, requires_grad=True))
+        make_gpt()(x, y, probes=torch.zeros(3, 2, 2, requires_grad=True))
 
 
 @pytest.mark.parametrize("overrides, mode, backend", [
@@ -148,13 +91,13 @@ def test_probes_of_no_known_mode_are_refused():
     ({"activation_checkpointing": "block", "cos_attn": (0,), "spectral_qkv": (1,)}, "norm", "aot_eager"),
     ({"activation_checkpointing": "block", "cos_attn": (0,), "spectral_qkv": (1,)}, "exact", "aot_eager")], ids=str)
 def test_the_same_under_torch_compile_without_a_graph_break(overrides, mode, backend):
-    model = make(**overrides)
-    x, y = batch(4)
+    model = make_gpt(**overrides)
+    x, y = gpt_batch(4)
     check_against_oracle(model, x, y, micro=2, forward=torch.compile(model, fullgraph=True, backend=backend), mode=mode)
 
 
 def test_every_norm_layer_has_a_site_and_every_site_is_a_norm_layer():
-    model = make()
+    model = make_gpt()
     names = {name for name, _, _ in model.probe_sites("norm")}
     assert names == {n for n, _ in model.named_parameters() if ".ln_" in f".{n}" and n.endswith("weight")}
     with pytest.raises(ValueError, match="mode='layers'"):
@@ -162,10 +105,10 @@ def test_every_norm_layer_has_a_site_and_every_site_is_a_norm_layer():
 
 
 def test_exact_tracking_changes_gradients_by_rounding_only():
-    x, y = batch(4)
+    x, y = gpt_batch(4)
     results = []
     for tracked in (False, True):
-        model = make()
+        model = make_gpt()
         probes = torch.zeros(len(model.probe_sites("exact")), 2, 4, requires_grad=True) if tracked else None
         loss = model(x, y, probes=probes)[1]
         loss.backward()
@@ -178,10 +121,10 @@ def test_exact_tracking_changes_gradients_by_rounding_only():
 @pytest.mark.parametrize("overrides", [{}, {"norm": "rmsnorm"}, {"bias": False, "tie_weights": False}, {"dropout": 0.3}],
                          ids=str)
 def test_tracking_changes_neither_loss_nor_gradients_nor_keys(overrides):
-    x, y = batch(4)
+    x, y = gpt_batch(4)
     results = []
     for tracked in (False, True):
-        model = make(**overrides)
+        model = make_gpt(**overrides)
         torch.manual_seed(5)  # the same dropout mask
         probes = torch.zeros(len(model.probe_sites("norm")), 2, 4, requires_grad=True) if tracked else None
         loss = model(x, y, probes=probes)[1]
@@ -193,10 +136,10 @@ def test_tracking_changes_neither_loss_nor_gradients_nor_keys(overrides):
 
 
 def test_activation_checkpointing_changes_nothing_but_memory():
-    x, y = batch(4)
+    x, y = gpt_batch(4)
     grads = []
     for how in ("none", "block"):
-        model = make(activation_checkpointing=how, dropout=0.2)
+        model = make_gpt(activation_checkpointing=how, dropout=0.2)
         torch.manual_seed(3)
         model(x, y)[1].backward()
         grads.append([p.grad for p in model.parameters()])
@@ -204,16 +147,16 @@ def test_activation_checkpointing_changes_nothing_but_memory():
 
 
 def test_attention_is_causal():
-    model = make(cos_attn=(0,)).eval()
-    x, y = batch(1)
+    model = make_gpt(cos_attn=(0,)).eval()
+    x, y = gpt_batch(1)
     changed = x.clone()
-    changed[0, 7] = (changed[0, 7] + 1) % SHAPE["vocab_size"]
+    changed[0, 7] = (changed[0, 7] + 1) % GPT_SHAPE["vocab_size"]
     a, b = model(x, y)[0], model(changed, y)[0]
     assert torch.equal(a[0, :7], b[0, :7]) and not torch.equal(a[0, 7:], b[0, 7:])
 
 
 def test_attention_matches_the_textbook_formula():
-    model = make().eval()
+    model = make_gpt().eval()
     attn = model.h[0].attn
     x = torch.randn(2, 5, 24)
     q, k, v = (t.view(2, 5, 2, 12).transpose(1, 2) for t in attn.c_attn(x).split(24, dim=2))
@@ -223,7 +166,7 @@ def test_attention_matches_the_textbook_formula():
 
 
 def test_cosine_attention_ignores_the_length_of_queries_and_keys():
-    model = make(cos_attn=(0,)).eval()
+    model = make_gpt(cos_attn=(0,)).eval()
     attn, x = model.h[0].attn, torch.randn(2, 5, 24)
     before = attn(x, {})
     with torch.no_grad():
@@ -233,7 +176,7 @@ def test_cosine_attention_ignores_the_length_of_queries_and_keys():
 
 
 def test_spectral_qkv_ignores_the_scale_of_its_matrix_and_finds_it_to_a_few_per_cent():
-    model = make(spectral_qkv=(0,), bias=False).eval()
+    model = make_gpt(spectral_qkv=(0,), bias=False).eval()
     attn, x = model.h[0].attn, torch.randn(2, 5, 24)
     before = attn(x, {})
     with torch.no_grad():
@@ -244,23 +187,23 @@ def test_spectral_qkv_ignores_the_scale_of_its_matrix_and_finds_it_to_a_few_per_
 
 
 def test_tied_weights_are_one_parameter_and_untied_are_two():
-    tied, untied = make(), make(tie_weights=False)
+    tied, untied = make_gpt(), make_gpt(tie_weights=False)
     assert tied.lm_head.weight is tied.wte.weight
-    assert untied.parameter_count() - tied.parameter_count() == SHAPE["vocab_size"] * SHAPE["n_embd"]
+    assert untied.parameter_count() - tied.parameter_count() == GPT_SHAPE["vocab_size"] * GPT_SHAPE["n_embd"]
 
 
 def test_matrices_decay_and_vectors_do_not():
-    groups = make().parameter_groups(0.1)
+    groups = make_gpt().parameter_groups(0.1)
     assert {p.dim() for p in groups[0]["params"]} == {2} and groups[0]["weight_decay"] == 0.1
     assert {p.dim() for p in groups[1]["params"]} == {1} and groups[1]["weight_decay"] == 0.0
-    assert sum(len(g["params"]) for g in groups) == len(list(make().parameters()))
+    assert sum(len(g["params"]) for g in groups) == len(list(make_gpt().parameters()))
 
 
 def test_flops_per_token_agree_with_torchs_own_counter():
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
-    model = make(attention_impl="torch")
-    x, y = batch(4)
+    model = make_gpt(attention_impl="torch")
+    x, y = gpt_batch(4)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(x, y)[1].backward()
     attention = 6 * model.config.n_layer * model.config.block_size * model.config.n_embd
@@ -269,13 +212,13 @@ def test_flops_per_token_agree_with_torchs_own_counter():
 
 
 def test_logits_come_for_the_last_position_alone_without_targets():
-    model = make().eval()
-    x, y = batch(2)
+    model = make_gpt().eval()
+    x, y = gpt_batch(2)
     last, loss = model(x)
-    assert loss is None and last.shape == (2, 1, SHAPE["vocab_size"])
+    assert loss is None and last.shape == (2, 1, GPT_SHAPE["vocab_size"])
     torch.testing.assert_close(last[:, 0], model(x, y)[0][:, -1])
 
 
 def test_too_long_an_input_is_refused():
     with pytest.raises(ValueError, match="13 tokens do not fit into block_size=12"):
-        make()(torch.zeros(1, 13, dtype=torch.int64))
+        make_gpt()(torch.zeros(1, 13, dtype=torch.int64))

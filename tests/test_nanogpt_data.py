@@ -10,7 +10,7 @@ import pytest
 import sample
 import train
 from data import nanogpt, tokens
-from tests.conftest import TINY
+from tests.helpers import TINY
 from trainer import batches, log, plan
 
 TEXT = "the right batch size is the one that you need. " * 120

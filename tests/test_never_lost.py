@@ -19,8 +19,7 @@ import train
 from configurator import Config, ConfigError
 from plots import compare
 from sweeps import common, grid, jobs
-from tests.conftest import ROOT, run_script, write_dataset
-from tests.test_train import assert_same_run
+from tests.helpers import ROOT, assert_same_run, run_script, write_dataset
 from trainer import batches, checkpoint, lock, log, resume
 from trainer.run import Run, all_finite
 

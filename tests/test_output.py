@@ -16,8 +16,7 @@ import train
 import whatif
 from configurator import ConfigError
 from data import tokens
-from tests.conftest import ROOT
-from tests.test_whatif import RAMP, write_run
+from tests.helpers import RAMP, ROOT, write_run
 from trainer import checkpoint, output
 
 

@@ -6,6 +6,7 @@ import pytest
 
 import plot
 from plots import compare, layers, report, style
+from tests.helpers import exact_rows
 from trainer import curves, log
 
 
@@ -113,7 +114,6 @@ def test_compare_finds_known_tokens_steps_and_seconds(tmp_path):
 
 
 def test_reaching_a_loss_is_interpolated_and_the_first_time_counts():
-    import numpy as np
     run = {"tokens": np.array([0.0, 100, 200, 300]), "steps": np.array([0.0, 10, 15, 20]),
            "seconds": np.array([0.0, 1, 2, 3]), "loss": np.array([5.0, 4.0, 4.5, 3.5])}
     assert curves.reach(run, 4.5) == {"tokens": 50.0, "steps": 5.0, "seconds": 0.5}
@@ -122,7 +122,6 @@ def test_reaching_a_loss_is_interpolated_and_the_first_time_counts():
 
 
 def test_smoothing_keeps_a_constant_and_follows_tokens_not_rows():
-    import numpy as np
     tokens = np.array([10.0, 20, 60])
     assert curves.smoothed_loss(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
     a = curves.smoothed_loss(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
@@ -225,21 +224,6 @@ def test_single_points_are_drawn(tmp_path, monkeypatch):
     assert len(dots(kept[1].axes[0])) == 2 and dots(kept[1].axes[1])
     style.line(ax := kept[1].axes[1], [1, 2, 3, 4], [1.0, float("nan"), 2.0, 3.0], color="red")
     assert list(ax.lines[-1].get_xdata()) == [1], "a point beside a gap"
-
-
-def exact_rows(n=400, factor=2.0, seed=0):
-    """Rows of an exact run in which the total's noise scale is `factor` times the norm layers', both rising."""
-    rng = np.random.default_rng(seed)
-    rows = []
-    for i in range(n):
-        level = 5 + 20 * i / n
-        row = {"step": i + 1, "tokens": 1000 * (i + 1), "train/loss": 1.0}
-        for group, times in (("total", factor), ("norm", 1.0), ("block_0", 1.5), ("block_1", 3.0)):
-            tr, sq = times * level * rng.normal(1, 0.1), rng.normal(1, 0.1)
-            row |= {f"gns/{group}_step_sq_norm": sq, f"gns/{group}_step_tr_sigma": tr, f"gns/{group}": times * level,
-                    f"gns/{group}_sq_norm": 1.0, f"gns/{group}_tr_sigma": times * level}
-        rows.append(row)
-    return rows
 
 
 def test_the_regression_finds_the_slope_that_was_put_in():

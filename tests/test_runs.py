@@ -11,8 +11,7 @@ import pytest
 import configurator
 import train
 from configurator import Config, ConfigError
-from tests.conftest import ROOT, TINY
-from tests.test_train import assert_same_run, same_tensors, tree, untimed
+from tests.helpers import ROOT, TINY, assert_same_run, same_tensors, tree, untimed
 from trainer import checkpoint, lock, log, naming, resume
 
 

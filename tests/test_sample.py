@@ -9,7 +9,7 @@ import train
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory, tiny_data):
-    from tests.conftest import TINY
+    from tests.helpers import TINY
     out = tmp_path_factory.mktemp("sample") / "run"
     train.main([f"--{k}={v}" for k, v in {**TINY, "dataset": tiny_data, "out_dir": out, "max_tokens": 640}.items()])
     return str(out)

@@ -8,9 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rightbatch import WatchError, rows, sampled, verify, watch
-from tests.test_watch_frameworks import trainer_of
-from tests.test_watch_lengths import ragged
-from tests.watching import TABLES, TINY, Encoder, Plain, hf, ids, loop, loss_of, pair_of, plain, randomise
+from tests.watching import TABLES, TINY, Encoder, Plain, hf, ids, loop, loss_of, pair_of, plain, ragged, randomise, trainer_of
 
 needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
 

@@ -14,8 +14,7 @@ import train
 from configurator import Config, ConfigError
 from rightbatch.decision import Cost, right_batch
 from schedule import Controller, build, learning_rate_at
-from tests.conftest import ROOT
-from tests.test_train import assert_same_run, untimed
+from tests.helpers import ROOT, assert_same_run, untimed
 from trainer import checkpoint, log, noise_scale, plan
 
 

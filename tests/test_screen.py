@@ -165,7 +165,7 @@ def test_an_idle_team_changes_no_bit_and_leaves():
 
 
 def test_a_run_beside_others_says_so_and_computes_the_same(tmp_path, tiny_args, monkeypatch, capsys):
-    from tests.test_train import assert_same_run
+    from tests.helpers import assert_same_run
     train.main(tiny_args(out_dir=tmp_path / "alone", max_tokens=1280))
     capsys.readouterr()
     moments = iter(range(10**6))

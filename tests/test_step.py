@@ -9,7 +9,7 @@ from benchmarks import grad_stats, tools
 from configurator import Config, ConfigError
 from model import GPT, GPTConfig
 from sweeps import trial
-from tests.conftest import TINY
+from tests.helpers import TINY
 from trainer import batches, checkpoint, distributed, log
 from trainer.distributed import Ranks
 from trainer.optimizer import OPTIMIZERS

@@ -9,7 +9,7 @@ import train
 from configurator import Config
 from rightbatch import gns
 from rightbatch.step_time import REHEARSALS, REHEARSE_EVERY, WARM_UP, StepTime, row, slowest, split
-from tests.conftest import TINY
+from tests.helpers import TINY
 from trainer import checkpoint, log
 from trainer.optimizer import Optimizer
 from trainer.step import TrainingStep

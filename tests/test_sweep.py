@@ -16,7 +16,7 @@ from trainer import checkpoint, log
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, tiny_data):
     """A finished run of some 20 steps."""
-    from tests.conftest import TINY
+    from tests.helpers import TINY
     out = tmp_path_factory.mktemp("sweep") / "run"
     keys = {"dataset": tiny_data, **TINY, "out_dir": out, "lr_scaling": "sqrt", "learning_rate": 1e-2}
     assert train.main([f"--{k}={v}" for k, v in keys.items()]) == 0

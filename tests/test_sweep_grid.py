@@ -12,8 +12,7 @@ import sweep
 import train
 from configurator import Config
 from sweeps import grid, jobs
-from tests.conftest import ROOT, TINY
-from tests.test_whatif import write_run
+from tests.helpers import ROOT, TINY, write_run
 from trainer import checkpoint, log
 
 GRID = dict(batch_schedule="constant", max_tokens=512, gns_calibrate=False, eval_tokens=128, eval_iters=2)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import plot
-from tests.test_whatif import BLOCK, write_run
+from tests.helpers import BLOCK, write_run
 from trainer import tradeoff
 
 

@@ -13,35 +13,8 @@ import pytest
 import torch
 
 import train
-from tests.conftest import ROOT, TINY, run_script
+from tests.helpers import ROOT, TINY, assert_same_run, run_script, same_tensors, tree, untimed
 from trainer import checkpoint, log
-
-TIMED = {"dt_ms", "tok_per_sec", "mfu", "seconds"}  # everything else must come out the same
-
-
-def untimed(out_dir):
-    return [{k: v for k, v in row.items() if k not in TIMED and not k.startswith("step_time/")} for row in log.read(out_dir)]
-
-
-def same_tensors(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same_tensors(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(same_tensors(x, y) for x, y in zip(a, b))
-    return a == b
-
-
-def assert_same_run(a, b):
-    assert untimed(a) == untimed(b)
-    x, y = checkpoint.load(str(a)), checkpoint.load(str(b))
-    for key in ("model", "optimizer", "rng", "gns"):
-        assert same_tensors(x[key], y[key]), key
-
-
-def tree(folder):
-    return {os.path.join(d, f): open(os.path.join(d, f), "rb").read() for d, _, files in os.walk(folder) for f in files}
 
 
 def test_a_run_leaves_log_config_checkpoint_and_picture_and_learns(tmp_path, tiny_args, capsys):

@@ -12,7 +12,7 @@ import pytest
 import sweep
 from configurator import Config, ConfigError
 from sweeps import micro, trial
-from tests.conftest import ROOT, TINY
+from tests.helpers import ROOT, TINY
 
 # stands in for trial.py where only what becomes of a process matters
 FAKE = """

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from tests.conftest import ROOT, TINY, run_script
+from tests.helpers import ROOT, TINY, run_script
 from tests.wandb_server import serve, steps
 from trainer import log, log_keys, wandb_log
 

@@ -10,45 +10,13 @@ import pytest
 import torch
 
 from rightbatch import watch
-from tests.conftest import ROOT
-from tests.watching import TINY, hf, ids, loop, pair_of, plain
+from tests.helpers import ROOT
+from tests.watching import TINY, documents, hf, ids, loop, pair_of, plain, trainer_of, truth_of_ragged
 
 
 def needs(*names):
     missing = [name for name in names if not importlib.util.find_spec(name)]
     return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
-
-
-def documents(n, seed=0):
-    """Ragged examples, as a tokenizer makes them."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(3, 13, (n,), generator=generator).tolist()
-    return [{"input_ids": torch.randint(3, 64, (length,), generator=generator).tolist()} for length in lengths]
-
-
-def collate(rows):
-    width = max(len(r["input_ids"]) for r in rows)
-    idx = torch.tensor([r["input_ids"] + [0] * (width - len(r["input_ids"])) for r in rows])
-    real = torch.arange(width) < torch.tensor([len(r["input_ids"]) for r in rows])[:, None]
-    mask, real[:, 0] = real.clone(), False  # nothing predicts the first token, but Trainer would count it in its mean for GPT-2
-    return dict(input_ids=idx, attention_mask=mask.long(), labels=idx.masked_fill(~real, -100))
-
-
-def truth_of_ragged(model, rows):
-    """(q, big, shares) of a token mean over all rows: the loop on each alone."""
-    n = torch.tensor([len(r["input_ids"]) - 1 for r in rows], dtype=torch.float64)
-    truth = loop(model, collate(rows), shares=n / n.sum())
-    norms = [name for name, p in model.named_parameters() if "norm" in name or ".ln_" in name]
-    return (*pair_of(truth, norms), n / n.sum())
-
-
-def trainer_of(tmp_path, model, rows, callback, **settings):
-    import transformers
-    args = dict(output_dir=str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_grad_norm=1e-3,
-                max_steps=2, logging_steps=1, learning_rate=0.0, report_to=[], use_cpu=True, save_strategy="no", seed=1,
-                disable_tqdm=True, train_sampling_strategy="sequential")
-    return transformers.Trainer(model=model, train_dataset=rows, data_collator=collate, callbacks=[callback],
-                                args=transformers.TrainingArguments(**{**args, **settings}))
 
 
 @needs("transformers", "accelerate")

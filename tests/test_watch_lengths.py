@@ -8,17 +8,9 @@ import torch
 from torch import nn
 
 from rightbatch import WatchError, gns, watch
-from tests.watching import TINY, B, Plain, T, check_step, hf, ids, loop, loop_of, pair_of, plain
+from tests.watching import LENGTHS, TINY, B, Plain, T, check_step, hf, ids, loop, loop_of, pair_of, plain, ragged
 
 needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
-LENGTHS = torch.tensor([12, 3, 7, 5])
-
-
-def ragged(seed=1):
-    """Right-padded tokens, as a collator makes them; labels of the padding are ignored."""
-    idx = torch.randint(3, 64, (B, T), generator=torch.Generator().manual_seed(seed))
-    real = torch.arange(T) < LENGTHS[:, None]
-    return dict(input_ids=idx * real, attention_mask=real.long(), labels=idx.masked_fill(~real, -100))
 
 
 def norm_names(model, w):

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from rightbatch import verify
-from tests.test_watch_lengths import ragged
-from tests.watching import TINY, Encoder, Plain, hf, ids, plain, randomise
+from tests.watching import TINY, Encoder, Plain, hf, ids, plain, ragged, randomise
 
 needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
 

@@ -9,8 +9,7 @@ import torch
 from rightbatch import gns, watch
 from rightbatch.decision import Cost, Decision
 from rightbatch.step_time import WARM_UP, StepTime, from_hooks
-from tests.test_watch_frameworks import trainer_of
-from tests.watching import TINY, Plain, hf, ids, plain
+from tests.watching import TINY, Plain, hf, ids, plain, trainer_of
 
 
 def needs(*names):

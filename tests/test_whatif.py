@@ -15,38 +15,8 @@ import schedule
 import train
 import whatif
 from configurator import ConfigError
+from tests.helpers import BLOCK, KEY, MICRO, RAMP, rewrite, write_run
 from trainer import exports, log, machines, predict
-
-BLOCK, MICRO = 64, 8
-KEY = "gns/calibrated_adam"
-
-
-def write_run(folder, batches, noise=20.0, t0=0.05, t1=0.002, per_row=10, key=KEY, processes=1, cost=False, evaluate=1,
-              slow=None, drop=(), **config):
-    """A log with one row for each of `batches`: noise(i) or a number gives the noise scale, t0 + t1 B the seconds of a step."""
-    os.makedirs(folder, exist_ok=True)
-    rows, step, examples, seconds = [{"step": 0, "tokens": 0, "val/loss": 5.0}], 0, 0, 0.0
-    for i, batch in enumerate(batches):
-        dt = (t0 + t1 * batch) * (slow[i] if slow is not None else 1.0)
-        step, examples, seconds = step + per_row, examples + per_row * batch, seconds + per_row * dt
-        N = noise(i) if callable(noise) else noise
-        value, low, high = N if isinstance(N, tuple) else (N, N and 0.8 * N, N and 1.3 * N)
-        loss = 5 - 3 * (i + 1) / len(batches)
-        row = {"step": step, "tokens": examples * BLOCK, "examples": examples, "train/loss": loss, "batch_size": batch,
-               "accum": max(1, batch // (MICRO * processes)), "dt_ms": 1e3 * dt, "seconds": seconds,
-               "gns/norm": 3.0, "gns/norm_low": 2.0, "gns/norm_high": 4.0, key: value, f"{key}_low": low, f"{key}_high": high}
-        if cost:
-            row |= {f"step_time/{name}_ms{end}": 1e3 * v * f for name, v in (("fixed", t0), ("per_sequence", t1))
-                    for end, f in (("", 1.0), ("_low", 0.9), ("_high", 1.1))}
-        rows.append({k: v for k, v in row.items() if k not in drop})
-        if evaluate and (i + 1) % evaluate == 0:
-            rows.append({"step": step, "tokens": examples * BLOCK, "val/loss": loss})
-    with open(os.path.join(folder, log.NAME), "w") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
-    model = dict(n_layer=2, n_embd=32, block_size=BLOCK, micro_batch_size=MICRO, gns="norm", gns_calibrate=True)
-    with open(os.path.join(folder, "config.json"), "w") as f:
-        json.dump({"config": {**model, **config}, "processes": processes, "parameters": 50_000, "data": {"vocab_size": 64}}, f)
-    return str(folder)
 
 
 def ask(capsys, *args):
@@ -62,9 +32,6 @@ def refused(capsys, *args):
     said = capsys.readouterr()
     assert e.value.code == 2 and not said.out and said.err.startswith("error: ") and said.err.count("\n") == 1
     return said.err
-
-
-RAMP = [8 * (1 + i // 10) for i in range(40)]  # 8 to 32
 
 
 # -- properties
@@ -267,15 +234,6 @@ def test_an_undetermined_noise_scale_is_not_replaced_by_one_in_another_metric(tm
         f"{KEY}{end}": v for end, v in (("", 7.0), ("_low", 6.0), ("_high", 8.0))} if row["step"] > 300 else {}))
     found = ask(capsys, run)["noise"]
     assert found["key"] == KEY and found["determined"] == 10 and found["rows"] == 40
-
-
-def rewrite(run, change):
-    """Each logged step of a run, changed."""
-    path = os.path.join(run, log.NAME)
-    with open(path) as f:
-        rows = [json.loads(line) for line in f]
-    with open(path, "w") as f:
-        f.writelines(json.dumps(change(row) if "train/loss" in row else row) + "\n" for row in rows)
 
 
 def write_config(run, **changes):

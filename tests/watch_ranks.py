@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rightbatch import WatchError, watch
-from tests.test_watch_frameworks import documents, trainer_of, truth_of_ragged
-from tests.watching import TINY, hf, ids, loop, pair_of, plain
+from tests.watching import TINY, documents, hf, ids, loop, pair_of, plain, trainer_of, truth_of_ragged
 
 NORMS = ["first.weight", "first.bias", "second.weight"]
 

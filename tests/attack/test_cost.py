@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from results import render
-from tests.conftest import ROOT
+from tests.helpers import ROOT
 
 SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "cost.py")
 

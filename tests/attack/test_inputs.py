@@ -18,7 +18,7 @@ import sweep
 import train
 import whatif
 from data.text import prepare
-from tests.conftest import TINY
+from tests.helpers import TINY
 from trainer import checkpoint, log
 
 quick = settings(max_examples=int(os.environ.get("ATTACK_EXAMPLES", 100)), deadline=None, derandomize=True,
