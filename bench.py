@@ -9,14 +9,8 @@
                                                      BackPACK (pip install -r requirements-bench.txt)
     python bench.py step --ranks=2  the same under DDP
     python bench.py step --against=../nanoGPT      our step beside that of a nanoGPT checkout: tokens/s, ratio, losses
-    python bench.py profile --models=char,config/wikitext2.py      where a step's time goes, part by part
-    python bench.py passes          what passes over memory cost that a step could do without
-    python bench.py data --text=book.txt           tokenisation beside tiktoken's own, and its memory
-    python bench.py startup         from the command `python train.py` to its first lines
     python bench.py tracking        what tracking costs in whole runs
-    python bench.py grad_stats      what grad_stats=True costs
     python bench.py watch           what watch costs in Hugging Face's GPT-2 and Llama
-    python bench.py traffic         bytes and launches of a compiled step on a GPU, no GPU needed
     torchrun --nproc_per_node=2 bench.py overlap   when gradients are ready under DDP, and how much of their transfer is hidden
     python bench.py gpu             the acceptance run of somebody who has a GPU (make gpu, docs/gpu.md)
 
@@ -27,22 +21,7 @@ quartiles over rounds. The tables go to the screen, every number to results/<com
 import argparse
 import sys
 
-from benchmarks import (
-    attention,
-    data,
-    gpu,
-    grad_stats,
-    kernel,
-    overlap,
-    passes,
-    profile,
-    startup,
-    step,
-    tracking,
-    traffic,
-    triton_compile,
-    watch,
-)
+from benchmarks import attention, gpu, kernel, overlap, step, tracking, triton_compile, watch
 from configurator import ConfigError, die
 from trainer import output
 
@@ -51,16 +30,10 @@ COMMANDS = {
     "kernel": ("norm kernels against torch's own", kernel),
     "attention": ("the attention kernel on this CPU", attention),
     "triton": ("compile the CUDA kernels and report", triton_compile),
-    "traffic": ("bytes and launches of a compiled step on a GPU", traffic),
     "step": ("whole training steps", step),
     "overlap": ("when gradients are ready under DDP, and what of their transfer is hidden", overlap),
-    "profile": ("a step by its parts, on this CPU", profile),
-    "passes": ("passes over memory that a step could do without", passes),
-    "data": ("tokenisation: rate beside tiktoken's own, and memory", data),
-    "startup": ("time to the first lines of train.py", startup),
     "tracking": ("what tracking costs in whole runs", tracking),
     "watch": ("what watch adds to a step of GPT-2 and Llama, as transformers has them", watch),
-    "grad_stats": ("what grad_stats=True adds to a step", grad_stats),
     "gpu": ("whether all works on this machine's GPU, and how fast", gpu)}
 
 
@@ -69,9 +42,7 @@ def main():
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (what, file) in COMMANDS.items():
         file.arguments(commands.add_parser(name, help=what, allow_abbrev=False))
-    args, args.rest = parser.parse_known_args()
-    if args.rest and args.command != "grad_stats":  # which takes train.py's --key=value
-        parser.error(f"unrecognized arguments: {' '.join(args.rest)}")
+    args = parser.parse_args()
     try:
         if args.out:
             output.check(args.out)  # before it measures for minutes

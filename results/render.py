@@ -46,23 +46,15 @@ RESULTS = {
         "tracking": "Whole runs, tracked and not",
         "step_others": "Exact mode against per-sample gradients of others",
         "watch": "watch in GPT-2 and Llama of Hugging Face",
-        "grad_stats": "grad_stats, quickstart",
-        "grad_stats_wikitext2": "grad_stats, wikitext2",
     },
     "Speed": {
         "kernel": "Norm kernel against torch's LayerNorm",
         "attention": "Attention kernel against torch's",
         "step_attention": "Training step with our attention kernel, and with torch's",
-        "passes": "Passes over memory that a step could do without",
         "triton": "Triton kernels, compiled only",
-        "traffic": "Bytes and kernels of a compiled step on a GPU, counted only",
         "step_against_111m": "Against nanoGPT, gpt_111m",
         "step_against_char": "Against nanoGPT, 6 layers x 384",
         "step_whole": "Against nanoGPT, whole processes",
-        "profile_111m": "Where a step's time goes, gpt_111m",
-        "profile_char": "Where a step's time goes, 6 layers x 384",
-        "data": "Tokenisation",
-        "startup": "Start-up",
     },
     "Kept whole": {
         "attack": "An attack on the trainer",
@@ -87,11 +79,6 @@ FIGURES = {  # title, time on two quiet cores
     "kernel_speed": ("Kernel speed (Fig. 8)", "30 s"),
     "batch_schedule": ("Batch schedule (Fig. 9)", "8 min"),
     "lr_tuning": ("Learning rate at constant FLOPs (Fig. 14)", "3 min"),
-    "attention_divergence": ("Attention in bf16 (App. C)", "2 min"),
-    "cross_rank": ("Ranks (the 1.3B run)", "2 min, two processes"),
-    "accumulation": ("Accumulation", "3 min"),
-    "bf16_quality": ("bf16 against float32", "six quickstart runs"),
-    "attention_quality": ("Our attention kernel against torch's", "six quickstart runs"),
 }
 
 BY = "This page is written from `results/*.json` by `python results/render.py`: change those, not it."
@@ -142,7 +129,8 @@ def results_page(results):
     lines = ["# Results", "", BY, "",
              "The machines: Zen 3 has AVX2 and no bf16 instructions, Zen 4 and 5 have AVX-512 and bf16. All were shared with",
              "others, so ratios count and milliseconds do not. What did not work, and how far timings repeat, is in",
-             "[LOG.md](../results/LOG.md). The paper's figures are in [figures.md](figures.md)."]
+             "[LOG.md](../results/LOG.md). The paper's figures are in [figures.md](figures.md). Studies that were made once",
+             "are at the git tag studies-2026-11; LOG.md says what each showed."]
     for section, names in RESULTS.items():
         lines += ["", f"## {section}", ""]
         lines += ["### All of it in one table", "", *speed_table(results)] if section == "Speed" else []
@@ -215,16 +203,6 @@ def attention_table(result):
         lines.append(f"| {r['dtype']} | {r['B']} x {r['T']}, {r['heads']} x {r['size']} | {ratio['ratio']:.2f} "
                      f"({ratio['ratio_q1']:.2f} to {ratio['ratio_q3']:.2f}) | {r['flops_per_s']['both'] / 1e9:.0f}, "
                      f"{r['ceiling_flops_per_s'] / 1e9:.0f} | {max(r['error_over_torch'].values()):.2f} | {memory:.2f} |")
-    return [*lines, ""]
-
-
-def traffic_table(result):
-    lines = [f"Each cell: before (commit {result['before']['commit']}), now.", "",
-             "| step | GB | kernels | GB of ours | kernels of ours |", "|---|---|---|---|---|"]
-    for old, new in zip(result["before"]["steps"], result["steps"], strict=True):
-        cells = [f"{old[key]:.2f}, {new[key]:.2f}" if "giga" in key else f"{old[key]}, {new[key]}"
-                 for key in ("gigabytes", "launches", "own_gigabytes", "own_launches")]
-        lines.append(f"| {new['step']} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
@@ -336,11 +314,6 @@ def speed_rows(name, result):
         found = [row(f"quickstart, whole runs: {variant}, over off", own) for variant, own in result["runs"].items()
                  if variant != "off"]
         return [*found, row("quickstart, whole runs: tracked, over tracked without Adam's metric", result["adams_metric"])]
-    if name == "data":
-        return [three("tokenisation, rate over tiktoken's", *(result["speed"][k] for k in ("ratio_q1", "ratio", "ratio_q3")))]
-    if name == "startup":
-        return [three(f"start to {what}", *(t[k] / 1e3 for k in ("q1_ms", "median_ms", "q3_ms")), " s")
-                for what, t in result["starts"].items()]
     if name.startswith(("step_against", "step_whole")):
         whole = ", whole processes" if name == "step_whole" else ""
         return [three(f"tokens/s over nanoGPT's, {model}, ours {result['dtypes']['ours']}, theirs {result['dtypes']['theirs']}"
@@ -360,7 +333,7 @@ def speed_rows(name, result):
 SPEED = ("kernel", "attention", *(f"step_{model}_{dtype}" for model in ("quickstart", "char", "111m")
                                   for dtype in ("bfloat16", "float32")),
          "step_quickstart_adam", "tracking", "step_attention", "step_ranks", "step_others", "step_against_char",
-         "step_against_111m", "step_whole", "startup", "data")
+         "step_against_111m", "step_whole")
 
 
 def speed_table(results):
@@ -378,7 +351,7 @@ def speed_table(results):
 
 
 TABLES = {"attack": attack_table, "steering": steering_table, "attention": attention_table, "never_lost_cost": cost_table,
-          "triton": triton_tables, "traffic": traffic_table, "prediction": prediction_table,
+          "triton": triton_tables, "prediction": prediction_table,
           "prediction_quickstart": prediction_table, "ladder": ladder_table}
 
 

@@ -3,7 +3,6 @@
 import functools
 import json
 import multiprocessing.dummy
-import os
 import weakref
 
 import numpy as np
@@ -13,8 +12,7 @@ import torch
 import bench
 import configurator
 import ln_kernel
-from benchmarks import against, kernel, profile, step, tools, tracking, whole
-from benchmarks import data as data_benchmark
+from benchmarks import against, kernel, step, tools, tracking, whole
 from model import GPT, GPTConfig
 
 
@@ -216,118 +214,6 @@ def test_what_is_no_checkout_is_one_clear_line(tiny_bench, tmp_path, monkeypatch
     assert e.value.code == 2 and words in message and message.startswith("error: --against=") and message.count("\n") == 1
 
 
-# ---- profile
-
-
-class Slow(torch.autograd.Function):
-    """Takes a second of a clock that stands still otherwise, forward, and two backward."""
-
-    @staticmethod
-    def forward(ctx, x, wait):
-        ctx.wait = wait
-        wait(1.0)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        ctx.wait(2.0)
-        return g, None
-
-
-def profile_once(monkeypatch, slow_part=None, **shape):
-    now = [0.0]
-
-    def wait(seconds):
-        now[0] += seconds
-
-    def tick():
-        wait(1e-6)
-        return now[0]
-    monkeypatch.setattr(profile.time, "perf_counter", tick)
-    shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11) | shape
-    step = profile.Step(shape, 3, "norm")
-    if slow_part:
-        owner, name = slow_part(step.model)
-        real = getattr(type(owner), name)
-        monkeypatch.setattr(type(owner), name, lambda self, x, *a: real(self, Slow.apply(x, wait), *a))
-    start = now[0]
-    parts = profile.profiled(step, lambda: tools.batch_of(shape, 3))
-    return parts, now[0] - start
-
-
-def test_the_profiles_parts_add_up_to_the_step(monkeypatch):
-    parts, wall = profile_once(monkeypatch)
-    assert {part for _, part in parts} == set(profile.PARTS)
-    assert sum(parts.values()) == pytest.approx(wall, abs=1e-4)  # but for the hooks being put on
-    assert all(parts["backward", part] > 0 for part in ("embedding", "norms", "attention", "MLP", "head + loss"))
-
-
-@pytest.mark.parametrize("shape", [{}, {"activation_checkpointing": "block"}], ids=str)
-@pytest.mark.parametrize("slow_part, part, times", [
-    (lambda m: (m.h[0].mlp, "forward"), "MLP", 2), (lambda m: (m.h[0].attn, "forward"), "attention", 2),
-    (lambda m: (m.ln_f, "forward"), "norms", 5)])
-def test_a_slowed_part_shows_up_there_and_nowhere_else(monkeypatch, slow_part, part, times, shape):
-    parts, _ = profile_once(monkeypatch, slow_part, **shape)
-    again = (times if part != "norms" else 4) if shape else 0  # recomputed blocks run forward once more, in backward
-    assert parts["forward", part] == pytest.approx(times, abs=0.01)
-    assert parts["backward", part] == pytest.approx(2 * times + again, abs=0.01)
-    assert sum(parts.values()) == pytest.approx(3 * times + again, abs=0.05)
-
-
-def test_profile_writes_a_table_for_a_model_and_a_config_file(tiny_bench, tmp_path, monkeypatch, capsys):
-    config = tmp_path / "small.py"
-    config.write_text("n_layer = n_head = 1\nn_embd = block_size = 8\nmicro_batch_size = batch_size = batch_size_start = 2\n")
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "profile", f"--models=tiny,{config}", "--seconds=0", "--rounds=2",
-                                            f"--out={tmp_path}/p.json"])
-    bench.main()
-    report = json.load(open(tmp_path / "p.json"))
-    out = capsys.readouterr().out
-    for row in report["models"].values():
-        assert sum(part["ms"] for part in row["parts"].values()) == pytest.approx(row["step_ms"])
-        assert sum(part["share"] for part in row["parts"].values()) == pytest.approx(1)
-        assert row["parts"]["MLP"]["flops"] > 0 and 0 < row["mfu"]
-    assert "head + loss" in out and "the step" in out and str(tmp_path) not in report["command"]
-
-
-def test_flops_by_part_are_those_of_the_model():
-    shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
-    assert sum(profile.flops(shape, 3).values()) == 24 * GPT(GPTConfig(**shape)).flops_per_token()
-
-
-def test_data_compares_with_tiktoken_and_measures_memory(tmp_path, monkeypatch, capsys):
-    from data import tokens
-
-    class Words:
-        """In place of GPT-2's BPE, which may not be on this machine."""
-
-        def encode_to_numpy(self, text, **_):
-            return np.array([len(word) for word in text.split()], dtype=np.uint32)
-
-        def encode_ordinary_batch(self, texts, num_threads):
-            seen.append("".join(texts))
-            return [list(self.encode_to_numpy(text)) for text in texts]
-    seen = []
-    monkeypatch.setattr(tokens, "load_bpe", Words)
-    monkeypatch.setattr(data_benchmark, "peak_memory", lambda path, folder: os.path.getsize(path))
-    (tmp_path / "book.txt").write_text("one two three\nfour five\n" * 100)
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "data", f"--text={tmp_path}/book.txt", "--megabytes=0.3", "--seconds=0",
-                                            "--rounds=2", f"--out={tmp_path}/d.json"])
-    bench.main()
-    report = json.load(open(tmp_path / "d.json"))
-    assert report["speed"]["ratio"] > 0 and report["memory_ratio"] == pytest.approx(10, rel=0.1)
-    assert len(seen[0]) == report["text_bytes"][0] >= 300_000 and "ours / tiktoken" in capsys.readouterr().out
-    assert str(tmp_path) not in json.dumps(report)
-
-
-def test_startup_times_the_first_lines_of_a_run(tmp_path, monkeypatch, capsys, tiny_args):
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "startup", "--starts=1", f"--out={tmp_path}/s.json", "--",
-                                            *tiny_args(max_tokens=640)])
-    bench.main()
-    starts = json.load(open(tmp_path / "s.json"))["starts"]
-    first, evaluation, step = (starts[name]["median_ms"] for name in ("first line", "evaluation", "first logged step"))
-    assert 0 < first <= evaluation <= step
-
-
 # ---- kernel, processes, dtypes
 
 def test_kernel_compares_with_torch_and_with_copies_warm_and_from_memory(tmp_path, monkeypatch, capsys):
@@ -438,20 +324,6 @@ def test_a_benchmarked_step_is_charged_for_the_averages(tiny_models):
     assert scale.averages.updates == 2 and scale.tr_sigma > 0
 
 
-def test_grad_stats_compares_steps_with_and_without_and_takes_keys_of_train_py(tmp_path, monkeypatch, capsys, tiny_args):
-    arguments = ["bench.py", "grad_stats", "--accum=2", "--seconds=0", f"--out={tmp_path}/g.json"]
-    monkeypatch.setattr(bench.sys, "argv", [*arguments, *tiny_args()])
-    bench.main()
-    report = json.load(open(tmp_path / "g.json"))
-    assert set(report["variants"]) == {"off", "grad_stats"} and report["variants"]["off"]["ratio"] == 1.0
-    assert report["extra_gradients"] > 0.9 and report["accum"] == 2 and report["micro_batch_size"] == 4
-    assert "measured step over plain one" in capsys.readouterr().out
-    monkeypatch.setattr(bench.sys, "argv", [*arguments, "--n_layers=2"])
-    with pytest.raises(SystemExit):
-        bench.main()
-    assert "unknown key 'n_layers'" in capsys.readouterr().err
-
-
 def test_help_lists_every_command_and_a_wrong_option_is_refused(monkeypatch, capsys):
     monkeypatch.setattr(bench.sys, "argv", ["bench.py", "--help"])
     with pytest.raises(SystemExit):
@@ -478,15 +350,6 @@ def test_watch_reports_every_variant_against_plain_with_memory(tmp_path, monkeyp
         assert row["plain"]["n"] == 3 and all(row[name]["peak_mb"] > 0 for name in ("plain", "tap", "sampled", "fused"))
         assert row["tap"]["percent_q1"] <= row["tap"]["percent"] <= row["tap"]["percent_q3"]
     assert "| gpt2 | 8 | " in capsys.readouterr().out
-
-
-def test_passes_finds_each_pass_inside_the_step(tmp_path, monkeypatch, capsys, tiny_models):
-    arguments = ["bench.py", "passes", "--models=quickstart", "--rounds=2", f"--out={tmp_path}/p.json"]
-    monkeypatch.setattr(bench.sys, "argv", arguments)
-    assert bench.main() == 0
-    shares = json.load(open(tmp_path / "p.json"))["shares"]["quickstart"]
-    assert set(shares) == set(bench.passes.PASSES) and all(0 < own["median"] < 1 for own in shares.values())
-    assert "bias sums" in capsys.readouterr().out
 
 
 def test_tracking_times_whole_runs_in_turn(tmp_path, monkeypatch, capsys, tiny_args):
