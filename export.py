@@ -23,7 +23,8 @@ if __name__ == "__main__":
 import configurator
 import sample
 from configurator import ConfigError
-from trainer import huggingface, resume, terminal
+from system import terminal
+from trainer import huggingface, resume
 
 TOKENIZERS = {"gpt2": "its tokenizer is GPT-2's: AutoTokenizer.from_pretrained('gpt2')",
               "bytes": "a token is a byte of UTF-8: ids = list(text.encode())",

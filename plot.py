@@ -20,7 +20,8 @@ if __name__ == "__main__":
 
 from configurator import ConfigError, die, explain
 from plots import comparable, compare, layers, report
-from trainer import output, terminal
+from system import terminal
+from trainer import output
 
 
 def main(argv=None):

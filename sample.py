@@ -24,7 +24,8 @@ import configurator
 from configurator import ConfigError
 from data import tokens
 from model import GPT, GPTConfig
-from trainer import checkpoint, hardware, resume, terminal
+from system import terminal
+from trainer import checkpoint, hardware, resume
 
 
 def load_model(out_dir, device, best=False):

@@ -25,7 +25,7 @@ if __name__ == "__main__":  # until there is something to stop
 
 from configurator import ConfigError, die, explain
 from sweeps import branch, grid, micro, quality
-from trainer import terminal
+from system import terminal
 
 # command: what it finds, its options, the function that answers
 COMMANDS = {

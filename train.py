@@ -34,6 +34,7 @@ import configurator
 import schedule
 from configurator import ConfigError
 from model import GPT, GPTConfig
+from system import terminal
 from trainer import (
     batches,
     distributed,
@@ -44,9 +45,7 @@ from trainer import (
     noise_scale,
     plan,
     resume,
-    screen,
     summary,
-    terminal,
 )
 from trainer.run import MAX_BAD_STEPS, Run
 from trainer.step import TrainingStep
@@ -88,7 +87,7 @@ def train_locked(config, ranks, device):
     del saved  # it may be mapped into memory, and holds its file
     if run.over:
         if ranks.first:
-            log.say(screen.wrapped(summary.finished(run), screen.width()))
+            log.say(terminal.wrapped(summary.finished(run), terminal.width()))
         return int(ranks.first and log.died(log.read(config.out_dir)))
     run.open(parameters)
     if ranks.first:
@@ -154,7 +153,7 @@ def train_locked(config, ranks, device):
     run.close()
     if ranks.first:
         words = summary.last_words(run, stopping)
-        log.say(screen.wrapped(words, screen.width()))
+        log.say(terminal.wrapped(words, terminal.width()))
         run.out.publish(words if run.over else "")
     return int(run.died or run.must_save) if run.over else 128 + stopping  # must_save: its end was not fit to be saved
 

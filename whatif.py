@@ -24,7 +24,8 @@ if __name__ == "__main__":
 import configurator
 import schedule
 from configurator import ConfigError
-from trainer import advice, exports, machines, output, plan, predict, terminal
+from system import terminal
+from trainer import advice, exports, machines, output, plan, predict
 
 
 def numbers(text, name):

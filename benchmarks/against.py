@@ -23,6 +23,7 @@ import torch
 from benchmarks.tools import MODELS, Step, batch_of, plain, quartiles, spread, write_json
 from configurator import ConfigError
 from model import GPT, GPTConfig
+from system import cores
 from trainer import hardware
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0  # as tools.adamw
@@ -212,7 +213,7 @@ def table(name, row):
 
 def run(args):
     """Exit code 1 where losses in float32 disagree: then the times are of two different models."""
-    torch.set_num_threads(min(torch.get_num_threads(), hardware.usable_cores()))
+    torch.set_num_threads(min(torch.get_num_threads(), cores.usable_cores()))
     threads, report, dtype = torch.get_num_threads(), {}, hardware.pick_dtype(args.dtype, "cpu")
     their_module(args.against)
     for name in args.models.split(","):

@@ -28,12 +28,8 @@ import numpy as np
 if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from trainer import lock, temporary, terminal
-
-try:
-    import fcntl
-except ImportError:  # Windows: leftovers of killed runs stay until removed by hand
-    fcntl = None
+from system import files, terminal
+from system.cores import usable_cores
 
 FORMAT = 1
 AGAIN = "run its prepare.py again"
@@ -203,10 +199,6 @@ def pieces(blocks, size=UNIT):
         yield rest
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def return_large_blocks():
     """Have glibc give freed blocks of 128 KiB and more back to the system. By default it raises that size with every
     larger block it frees and keeps them in pieces: twice the memory after 100 MB of text that is not all ASCII. For the
@@ -236,11 +228,11 @@ def encode_all(tokenizer, documents):
     with the text. `ends` says that a document is over; text that comes in parts is cut by `pieces` beforehand.
     """
     waiting = deque()
-    with ThreadPoolExecutor(cores()) as pool:
+    with ThreadPoolExecutor(usable_cores()) as pool:
         try:
             for split, unit in units(documents):
                 waiting.append((split, pool.submit(encode_unit, tokenizer, unit)))
-                if len(waiting) >= WINDOW * cores():
+                if len(waiting) >= WINDOW * usable_cores():
                     split, future = waiting.popleft()
                     yield split, *future.result()
             while waiting:
@@ -302,27 +294,24 @@ def fit(ids: np.ndarray, tokenizer) -> np.ndarray:
 
 
 class TokenFile:
-    """Writes `path` under a temporary name and locks it; `close` makes it durable, `publish` gives it its name."""
+    """Writes `path` under a temporary name; `close` makes it durable, `publish` gives it its name."""
 
     def __init__(self, path: Path, tokenizer):
         self.path, self.tokenizer, self.tokens, self.sha256 = path, tokenizer, 0, hashlib.sha256()
-        self.temporary = Path(temporary.beside(path))
+        self.temporary = Path(files.beside(path))
         self.file = open(self.temporary, "wb")  # noqa: SIM115 - closed by publish or discard
-        if fcntl:
-            fcntl.flock(self.file, fcntl.LOCK_EX)  # the lock dies with the process: see remove_leftovers
 
     def write(self, ids: np.ndarray):
         data = memoryview(np.ascontiguousarray(fit(ids, self.tokenizer))).cast("B")
-        try:
+        with files.about(str(self.path)):
             self.file.write(data)
-        except OSError as e:
-            raise OSError(e.errno, e.strerror, str(self.path)) from None
         self.sha256.update(data)
         self.tokens += len(ids)
 
     def close(self):
-        self.file.flush()
-        os.fsync(self.file.fileno())
+        with files.about(str(self.path)):
+            self.file.flush()
+            os.fsync(self.file.fileno())
 
     def publish(self):
         os.replace(self.temporary, self.path)
@@ -334,32 +323,17 @@ class TokenFile:
         self.temporary.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path):
-    """Remove temporary files of runs that were killed. A file that a living process still writes is locked."""
-    ours = r"(train|val)\.bin|(meta|verified|hashed)\.json"
-    for name in temporary.left_over(os.listdir(folder), ours) if fcntl else ():
-        path = folder / name
-        if not path.is_file():
-            continue
-        with open(path, "rb") as f:
-            try:
-                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                continue
-            path.unlink(missing_ok=True)
-
-
 class DatasetWriter:
     """train.bin, val.bin and meta.json as one unit. An existing dataset stays until the new one is on the disk."""
 
     def __init__(self, folder, tokenizer):
         self.folder, self.tokenizer, self.files = Path(folder), tokenizer, {}
-        self.lock = lock.only_writer(self.folder, PrepareError)
+        self.lock = files.only_writer(self.folder, PrepareError)
 
     def __enter__(self):
         self.lock.__enter__()
         try:
-            remove_leftovers(self.folder)
+            files.remove_leftovers(self.folder, r"(train|val)\.bin|(meta|verified|hashed)\.json")
             self.files = {split: TokenFile(self.folder / f"{split}.bin", self.tokenizer) for split in SPLITS}
         except BaseException:
             self.__exit__(*sys.exc_info())
@@ -402,23 +376,11 @@ class DatasetWriter:
 
     def replace(self, meta):
         """Between the removal and the return of meta.json the folder counts as incomplete, never as a mix."""
-        partial = Path(temporary.beside(self.folder / "meta.json"))
-        try:
-            with open(partial, "w", encoding="utf-8") as f:
-                f.write(json.dumps(meta, indent=2) + "\n")
-                f.flush()
-                os.fsync(f.fileno())
-        except OSError as e:
-            partial.unlink(missing_ok=True)
-            raise OSError(e.errno, e.strerror, str(self.folder / "meta.json")) from None
-        (self.folder / "meta.json").unlink(missing_ok=True)
-        for file in self.files.values():
-            file.publish()
-        os.replace(partial, self.folder / "meta.json")
-        if os.name == "posix":
-            descriptor = os.open(self.folder, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+        def publish():
+            (self.folder / "meta.json").unlink(missing_ok=True)
+            for file in self.files.values():
+                file.publish()
+        files.write_json(str(self.folder / "meta.json"), meta, ready=publish)
 
 
 def build(folder, tokenizer, documents, total_bytes=None, total_documents=None, quiet=False, files=None, **about):
@@ -535,12 +497,8 @@ def checksums(folder, descriptors, meta=None):
             compare(path, checksum, meta[f"{split}_sha256"])
         good[split] = [*now, checksum]
     if known != good and ours:
-        partial = Path(temporary.beside(record))
         with contextlib.suppress(OSError):  # a folder that is not ours to write to: checked at each start
-            partial.write_text(json.dumps(good), encoding="utf-8")
-            os.replace(partial, record)
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+            files.write_json(str(record), good)
     return {split: checksum for split, (*_, checksum) in good.items()}
 
 

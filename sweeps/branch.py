@@ -21,7 +21,8 @@ from configurator import ConfigError
 from plots import style
 from sweeps.common import short
 from sweeps.jobs import Devices, read_config, run_all, run_training, tokens_done
-from trainer import checkpoint, curves, lock, log, noise_scale, temporary
+from system import files
+from trainer import checkpoint, curves, log, noise_scale
 
 
 def arguments(parser):
@@ -45,7 +46,7 @@ def branch(args):
     if args.dry_run:
         print(dry_run(args, config, factors, at, folder))
         return 0
-    args.held.enter_context(lock.only_writer(folder, ConfigError))
+    args.held.enter_context(files.only_writer(folder, ConfigError))
     if tokens_done(base) < at:
         print(f"taking the run to {log.count(at)} tokens in {base}", flush=True)
         prepare_base(args.run, base, at)
@@ -71,7 +72,7 @@ def branch(args):
 
     rows = {k: log.read(os.path.join(folder, f"x{short(k)}")) for k in factors}
     result = result_of(rows, steps, start, window, batch, args.tolerance)
-    checkpoint.write_json(os.path.join(folder, "branch.json"), result)
+    files.write_json(os.path.join(folder, "branch.json"), result)
     draw(result, rows, os.path.join(folder, "branch.png"))
     print("", table(result), "", verdict(result), sep="\n")
     print(f"\nPicture: {os.path.join(folder, 'branch.png')}    Numbers: {os.path.join(folder, 'branch.json')}")
@@ -146,7 +147,7 @@ def prepare_base(run, base, at):
     if tokens_done(base) < 0 <= tokens_done(run) <= at:
         os.makedirs(base, exist_ok=True)
         begun = os.path.join(base, checkpoint.NAME)
-        partial = temporary.beside(begun)
+        partial = files.beside(begun)
         shutil.copyfile(checkpoint.load(run, mmap=True)["path"], partial)  # before the log, which may grow meanwhile
         shutil.copyfile(os.path.join(run, log.NAME), os.path.join(base, log.NAME))
         os.replace(partial, begun)  # with it, the base counts as begun

@@ -10,6 +10,7 @@ import configurator
 import schedule
 from configurator import ConfigError
 from model import GPTConfig
+from system import cores
 from trainer import hardware, plan, predict
 
 NAME = "sweep.json"
@@ -65,7 +66,7 @@ def as_json(value):
 
 
 def threads():
-    return os.environ.get("OMP_NUM_THREADS") or str(hardware.usable_cores())
+    return os.environ.get("OMP_NUM_THREADS") or str(cores.usable_cores())
 
 
 def machine(device):

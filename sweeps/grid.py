@@ -22,7 +22,8 @@ from configurator import ConfigError
 from plots import compare, style
 from plots.compare import cell
 from sweeps import common, jobs
-from trainer import batches, checkpoint, curves, hardware, log, noise_scale, tradeoff
+from system import files
+from trainer import batches, curves, hardware, log, noise_scale, tradeoff
 
 UNSPLIT = ("cos_attn", "spectral_qkv", "batch_steps", "wandb_tags", "wandb_notes")  # a comma belongs to the value
 NO_LIST = ("out_dir", "resume", "branch_from", "device", "wandb_project", "wandb_run_name", "wandb_entity", "wandb_group",
@@ -48,7 +49,7 @@ def runs(args):
         finished = {name: c for name, c in group.wanted.items() if name not in missing}
         result = result_of(finished, swept, base, args) if finished else None
         if result:
-            checkpoint.write_json(os.path.join(folder, common.NAME), {
+            files.write_json(os.path.join(folder, common.NAME), {
                 "command": args.asked, "settings": settings_of(base, swept), "swept": swept,
                 "machine": common.machine(hardware.pick_device(base.device)), **result})
         return result

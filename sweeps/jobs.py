@@ -17,7 +17,8 @@ import torch
 
 import configurator
 from configurator import ConfigError
-from trainer import checkpoint, hardware, lock, log
+from system import cores, files
+from trainer import checkpoint, log
 
 TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "train.py")
 
@@ -119,7 +120,7 @@ class Group:
         self.failed, self.children, self.lock = {}, set(), None
         self.env = {**os.environ, **(env or {})}
         if at_once > 1:
-            self.env.setdefault("OMP_NUM_THREADS", str(max(1, hardware.usable_cores() // at_once)))
+            self.env.setdefault("OMP_NUM_THREADS", str(max(1, cores.usable_cores() // at_once)))
 
     def missing(self):
         """Names of the runs that are not finished. A folder with a run of other settings is an error."""
@@ -137,7 +138,7 @@ class Group:
         print(f"{len(self.wanted) - len(names)} of {len(self.wanted)} runs are done, {len(names)} to do, "
               f"{self.at_once} at a time", flush=True)
         before, started = self.tokens(), time.monotonic()
-        with lock.only_writer(self.folder, ConfigError) as self.lock:
+        with files.only_writer(self.folder, ConfigError) as self.lock:
             if not self.alone:
                 for name in names:
                     self.one(name)

@@ -25,7 +25,8 @@ import schedule
 from configurator import ConfigError
 from plots import style
 from sweeps import common, trial
-from trainer import batches, checkpoint, hardware, lock, log, plan
+from system import files
+from trainer import batches, hardware, log, plan
 
 OPTIONS = {"none": "", "block": ", checkpointed"}
 GROWTH = 0.02  # share of the peak that memory may differ by between accumulations: the allocator is not exact
@@ -101,7 +102,7 @@ class Rows:
 
     def write(self, **more):
         self.saved |= more
-        checkpoint.write_json(self.path, self.saved)
+        files.write_json(self.path, self.saved)
 
 
 class Trials:
@@ -121,7 +122,7 @@ class Trials:
         self.folder = os.path.join(self.config.out_dir, "sweep", name)
         self.settings = {**common.settings_of(self.config, self.device, self.vocab_size), "memory_limit": asked}
         if not args.dry_run:
-            args.held.enter_context(lock.only_writer(self.folder, ConfigError))
+            args.held.enter_context(files.only_writer(self.folder, ConfigError))
         self.rows = Rows(self.folder, args.asked, self.settings, common.machine(self.device), args.retry)
 
     def __call__(self, micro, accum=1, checkpointing="none", compile=False):

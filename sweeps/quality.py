@@ -28,7 +28,8 @@ import schedule
 from configurator import ConfigError
 from plots import style
 from sweeps import common, jobs
-from trainer import batches, checkpoint, hardware, log, noise_scale
+from system import files
+from trainer import batches, hardware, log, noise_scale
 
 KEYS = ("grad/coherence", "grad/coherence_total", "grad/norm", "grad/mean", "grad/variance", "adam/snr", "update/norm",
         "update/ratio", "train/loss")
@@ -74,7 +75,7 @@ def quality(args):
     result = result_of(rows, gains([growth(second_half(own)) for own in logs], micro), config, steps, gain, args)
     kept = vars(config).keys() - configurator.free_keys() - set(CHANGED)
     settings = {k: common.as_json(v) for k, v in vars(config).items() if k in kept} | keys
-    checkpoint.write_json(os.path.join(folder, common.NAME), {
+    files.write_json(os.path.join(folder, common.NAME), {
         "command": args.asked, "settings": {**settings, "steps": steps}, "machine": common.machine(device), "rows": rows,
         "result": result})
     picture, line = common.where(folder)

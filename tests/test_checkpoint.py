@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from configurator import Config, ConfigError
+from system import files
 from trainer import checkpoint
 
 DATA = {"train_sha256": "abc", "val_sha256": "def", "vocab_size": 256, "dtype": "uint8", "tokenizer": "bytes"}
@@ -28,7 +29,7 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path):
         raise OSError("no space left on device")
 
     with pytest.raises(OSError):
-        checkpoint.write_atomically(str(tmp_path / "ckpt.pt"), half_then_fail)
+        files.write_atomically(str(tmp_path / "ckpt.pt"), half_then_fail)
     assert (tmp_path / "ckpt.pt").read_bytes() == before
 
 

@@ -19,8 +19,9 @@ import train
 from configurator import Config, ConfigError
 from plots import compare
 from sweeps import common, grid, jobs
+from system import files
 from tests.helpers import ROOT, assert_same_run, run_script, write_dataset
-from trainer import batches, checkpoint, lock, log, resume
+from trainer import batches, checkpoint, log, resume
 from trainer.run import Run, all_finite
 
 
@@ -32,27 +33,27 @@ def step_of(out):
 
 def test_a_lock_names_its_holder_ends_with_it_and_leaves_nothing(tmp_path):
     folder = tmp_path / "a" / "b"
-    with lock.only_writer(folder, ConfigError):
+    with files.only_writer(folder, ConfigError):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
-            with lock.only_writer(folder, ConfigError):
+            with files.only_writer(folder, ConfigError):
                 pass
         assert os.listdir(folder) == ["lock"]
     assert not (tmp_path / "a").exists()
 
 
 def test_a_lock_outlives_neither_a_kill_nor_a_left_over_file(tmp_path):
-    code = ("import os, signal, sys; sys.path.insert(0, sys.argv[1]); from trainer import lock\n"
-            "with lock.only_writer(sys.argv[2], OSError): os.kill(os.getpid(), signal.SIGKILL)")
+    code = ("import os, signal, sys; sys.path.insert(0, sys.argv[1]); from system import files\n"
+            "with files.only_writer(sys.argv[2], OSError): os.kill(os.getpid(), signal.SIGKILL)")
     assert subprocess.run([sys.executable, "-c", code, ROOT, str(tmp_path)]).returncode == -signal.SIGKILL
     assert (tmp_path / "lock").exists()
-    with lock.only_writer(tmp_path, ConfigError):
+    with files.only_writer(tmp_path, ConfigError):
         pass
 
 
 def test_a_run_beside_a_living_one_is_refused_also_with_resume_auto(tmp_path, tiny_args, capsys):
     train.main(tiny_args(out_dir=tmp_path / "run", max_tokens=640))
     capsys.readouterr()
-    with lock.only_writer(tmp_path / "run", ConfigError), pytest.raises(SystemExit):
+    with files.only_writer(tmp_path / "run", ConfigError), pytest.raises(SystemExit):
         train.main(tiny_args(out_dir=tmp_path / "run", max_tokens=640, resume="auto"))
     assert "in use by process" in capsys.readouterr().err
 
@@ -113,7 +114,7 @@ def test_a_full_disk_names_the_file_and_leaves_no_part_of_it(tmp_path, monkeypat
     def full(self, data):
         self.error = OSError(28, "No space left on device")
         raise self.error
-    monkeypatch.setattr(checkpoint.Output, "write", full)
+    monkeypatch.setattr(files.Output, "write", full)
     with pytest.raises(OSError, match="No space left on device.*ckpt.pt'"):
         save_three(tmp_path, 1)
     assert sorted(os.listdir(tmp_path)) == ["ckpt.best.pt", "ckpt.pt"]
@@ -365,9 +366,9 @@ def test_a_thousand_million_checkpoints_may_be_kept(tmp_path):
 
 
 def test_a_lock_that_became_somebody_elses_is_left_to_him(tmp_path):
-    with lock.only_writer(tmp_path, ConfigError):
+    with files.only_writer(tmp_path, ConfigError):
         os.unlink(tmp_path / "lock")
-        with lock.only_writer(tmp_path, ConfigError):
+        with files.only_writer(tmp_path, ConfigError):
             other = os.stat(tmp_path / "lock").st_ino
             (tmp_path / "lock").rename(tmp_path / "moved")
             (tmp_path / "moved").rename(tmp_path / "lock")
@@ -378,7 +379,7 @@ def test_a_lock_that_became_somebody_elses_is_left_to_him(tmp_path):
 
 def test_a_lock_that_is_a_link_is_refused_in_words(tmp_path):
     (tmp_path / "lock").symlink_to("elsewhere")
-    with pytest.raises(ConfigError, match="is a link"), lock.only_writer(tmp_path, ConfigError):
+    with pytest.raises(ConfigError, match="is a link"), files.only_writer(tmp_path, ConfigError):
         pass
     assert not (tmp_path / "elsewhere").exists()
 
@@ -600,7 +601,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, tiny_args, monkeypatch):
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/null", path)])
 def test_a_lock_that_is_no_file_is_refused_and_not_waited_for(tmp_path, make):
     make(tmp_path / "lock")
-    with pytest.raises(ConfigError, match="lock is a link, a pipe, a folder or a device.*remove it"), lock.only_writer(
+    with pytest.raises(ConfigError, match="lock is a link, a pipe, a folder or a device.*remove it"), files.only_writer(
             tmp_path, ConfigError):
         pass
     assert os.listdir(tmp_path) == ["lock"]

@@ -16,6 +16,7 @@ import train
 import whatif
 from configurator import ConfigError
 from data import tokens
+from system import files
 from tests.helpers import RAMP, ROOT, write_run
 from trainer import checkpoint, output
 
@@ -143,7 +144,7 @@ def test_a_picture_that_cannot_be_written_whole_leaves_the_old_one(run, tmp_path
     def full(self, data):
         self.error = OSError(28, "No space left on device")
         raise self.error
-    monkeypatch.setattr(checkpoint.Output, "write", full)
+    monkeypatch.setattr(files.Output, "write", full)
     assert "old.png: No space left" in refused(capsys, whatif, run, "--json=-", f"--out={tmp_path / 'old.png'}")
     assert (tmp_path / "old.png").read_bytes() == b"old"
 

@@ -11,8 +11,9 @@ import pytest
 import configurator
 import train
 from configurator import Config, ConfigError
+from system import files
 from tests.helpers import ROOT, TINY, assert_same_run, same_tensors, tree, untimed
-from trainer import checkpoint, lock, log, naming, resume
+from trainer import checkpoint, log, naming, resume
 
 
 @pytest.fixture(autouse=True)
@@ -198,7 +199,7 @@ def test_two_that_start_at_once_take_two_folders(here, monkeypatch):
 
 
 def test_a_given_folder_that_is_in_use_is_refused(here):
-    with lock.only_writer("out/x", ConfigError), pytest.raises(ConfigError, match="in use by process"):
+    with files.only_writer("out/x", ConfigError), pytest.raises(ConfigError, match="in use by process"):
         with naming.held(Config(out_dir="out/x"), None):
             pass
 
@@ -226,7 +227,7 @@ def test_eval_prints_the_validation_loss_and_changes_nothing(tmp_path, tiny_args
         assert train.main(arguments) == 0
         assert f"step {last['step']}, 3.26k tokens: validation loss {last['val/loss']:.4f}" in capsys.readouterr().out
     assert tree(tmp_path) == before
-    with lock.only_writer(out, ConfigError):  # also of a run that is under way
+    with files.only_writer(out, ConfigError):  # also of a run that is under way
         assert train.main([str(out), "--eval", "--eval_iters=2"]) == 0
     with pytest.raises(SystemExit) as e:
         train.main([str(tmp_path / "none"), "--eval"])

@@ -10,7 +10,8 @@ import torch
 import gns
 import train
 from configurator import Config
-from trainer import busy, hardware, screen, summary
+from system import terminal
+from trainer import busy, hardware, summary
 
 ROW = {"step": 1188, "tokens": 2_500_000, "train/loss": 1.4018, "batch_size": 32, "gns": 98.5, "gns_low": 87.8,
        "gns_high": 111.0, "gns/norm": 44.0, "gns/norm_low": 40.0, "gns/norm_high": 50.0, "gns/calibration": 2.2,
@@ -58,9 +59,9 @@ def test_calibrating_says_so_and_how_long():
 
 def test_text_breaks_between_words_and_a_command_stays_whole_words():
     text = "word " * 40 + "\nout/a-very-long-name=" + "x" * 90
-    lines = screen.wrapped(text, 80).split("\n")
+    lines = terminal.wrapped(text, 80).split("\n")
     assert all(len(line) <= 80 for line in lines[:-2]) and "x" * 90 in lines[-1]
-    assert screen.wrapped(text, None) == text and screen.width() is None
+    assert terminal.wrapped(text, None) == text and terminal.width() is None
 
 
 def test_the_guess_at_the_exact_steps_to_go_is_about_right():

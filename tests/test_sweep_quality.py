@@ -10,7 +10,8 @@ import train
 from configurator import Config, ConfigError
 from plots import style
 from sweeps import quality
-from trainer import lock, log
+from system import files
+from trainer import log
 
 ARGS = sweep.argparse.Namespace(config=None, rest=[])
 
@@ -123,9 +124,9 @@ def test_quality_runs_train_and_reports_and_is_not_run_twice(tmp_path, tiny_args
 
 
 def test_a_sweep_at_work_is_not_joined_by_a_second(tmp_path):
-    with lock.only_writer(str(tmp_path), ConfigError):
+    with files.only_writer(str(tmp_path), ConfigError):
         with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
-            with lock.only_writer(str(tmp_path), ConfigError):
+            with files.only_writer(str(tmp_path), ConfigError):
                 pass
-    with lock.only_writer(str(tmp_path), ConfigError):
+    with files.only_writer(str(tmp_path), ConfigError):
         pass

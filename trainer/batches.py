@@ -13,7 +13,7 @@ import torch
 
 from configurator import ConfigError
 from data import nanogpt, tokens
-from trainer import lock
+from system import files
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -25,7 +25,7 @@ def find(dataset):
         return folder
     if dataset == "stdlib":
         from data.stdlib import prepare  # embedded: made on the spot, no network
-        with lock.only_writer(os.path.join(folder, "first"), ConfigError, wait=True):  # of several first runs one makes it
+        with files.only_writer(os.path.join(folder, "first"), ConfigError, wait=True):  # of several first runs one makes it
             if not os.path.isfile(os.path.join(folder, "meta.json")):
                 said_as_config_error(prepare.prepare)
         return folder

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import json
 import os
 import re
 import stat
@@ -23,7 +22,8 @@ import torch
 import configurator
 import schedule
 from configurator import ConfigError
-from trainer import temporary, tensors
+from system import files
+from trainer import tensors
 
 NAME, BEST = "ckpt.pt", "ckpt.best.pt"
 FORMAT = 2
@@ -35,64 +35,6 @@ MARK = b"\nrightbatch crc32 "  # and eight hex digits: how a checkpoint ends
 
 # -- files
 
-class Output:
-    """A file that sums up what is written to it, and remembers why it could not be: torch.save tells only that it failed."""
-
-    def __init__(self, file):
-        self.file, self.crc, self.error = file, 0, None
-
-    def write(self, data):
-        try:
-            self.file.write(data)
-        except OSError as e:
-            self.error = e
-            raise
-        self.crc = zlib.crc32(data, self.crc)
-        return len(data)
-
-    def flush(self):
-        self.file.flush()
-
-
-def write_atomically(path, write, ready=lambda: None):
-    """Call write(file) on a temporary neighbour and, once that is on the disk, ready(); then put it in place of `path`. A
-    failure names `path` and leaves nothing behind."""
-    partial, output = temporary.beside(path), Output(None)
-    try:
-        with about(path, output), open(partial, "wb") as output.file:
-            write(output)
-            output.flush()
-            os.fsync(output.file.fileno())
-        ready()
-        with about(path):
-            os.replace(partial, path)
-            sync_folder(os.path.dirname(path) or ".")  # the new name survives a power cut, too
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
-
-
-@contextlib.contextmanager
-def about(path, output=None):
-    """What the system refuses inside is refused for `path`, the name that the user knows."""
-    try:
-        yield
-    except Exception as e:
-        cause = output and output.error or e
-        if isinstance(cause, OSError) and cause.strerror:
-            raise OSError(cause.errno, cause.strerror, path) from None
-        raise
-
-
-def sync_folder(path):
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
-
-
 def unshare(path):
     """Before a file is written in place: one that has a second name, as cp -al gives it for a backup, becomes our own."""
     with contextlib.suppress(FileNotFoundError):
@@ -102,7 +44,7 @@ def unshare(path):
         if found.st_nlink > 1:
             with open(path, "rb") as f:
                 data = f.read()
-            write_atomically(path, lambda f: f.write(data))
+            files.write_atomically(path, lambda f: f.write(data))
 
 
 def keep_aside(path):
@@ -112,17 +54,6 @@ def keep_aside(path):
         aside, number = f"{path}.damaged.{number}", number + 1
     os.replace(path, aside)
     return aside
-
-
-def remove_leftovers(folder):
-    """Temporary files of a process that was killed. For who holds the folder's lock."""
-    for name in temporary.left_over(os.listdir(folder), f"{FILES}|{PICTURES}"):
-        with contextlib.suppress(OSError):
-            os.unlink(os.path.join(folder, name))
-
-
-def write_json(path, value):
-    write_atomically(path, lambda f: f.write((json.dumps(value, indent=2) + "\n").encode()))
 
 
 # -- saving
@@ -135,9 +66,9 @@ def save(out_dir, state, keep=1, best=False):
     def write(f):
         torch.save({"format": FORMAT, **state}, f)
         f.write(MARK + b"%08x" % f.crc)
-    write_atomically(numbered(out_dir, 0), write, ready=lambda: rotate(out_dir, keep))
+    files.write_atomically(numbered(out_dir, 0), write, ready=lambda: rotate(out_dir, keep))
     if best:
-        with about(os.path.join(out_dir, BEST)):
+        with files.about(os.path.join(out_dir, BEST)):
             also_call(numbered(out_dir, 0), os.path.join(out_dir, BEST))
 
 
@@ -146,18 +77,18 @@ def rotate(out_dir, keep):
     there = ages(out_dir)
     for age in there:
         if age >= keep:  # more were kept before
-            with about(numbered(out_dir, age)):
+            with files.about(numbered(out_dir, age)):
                 os.unlink(numbered(out_dir, age))
     row = next(age for age in range(len(there) + 1) if age not in there)  # of them, from ckpt.pt on without a gap
     for age in range(min(row, keep - 1), 0, -1):
         move = also_call if age == 1 else os.replace
-        with about(numbered(out_dir, age)):
+        with files.about(numbered(out_dir, age)):
             move(numbered(out_dir, age - 1), numbered(out_dir, age))
 
 
 def also_call(path, name):
     """A second name for a file; a second file where the file system has no such thing."""
-    second = temporary.beside(name)
+    second = files.beside(name)
     try:
         try:
             os.link(path, second)

@@ -17,6 +17,7 @@ import warnings
 import torch
 
 from configurator import ConfigError
+from system.cores import usable_cores
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -101,19 +102,6 @@ def fast_bfloat16(device):
 
 def autocast(device, dtype):
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype)
-
-
-def usable_cores():
-    """Cores that this process may really use: its affinity, and the quota of the container it is in."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        with open("/sys/fs/cgroup/cpu.max") as f:
-            quota, period = f.read().split()
-        if quota != "max":
-            cores = min(cores, max(1, math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):
-        pass
-    return cores
 
 
 def prepare_cpu():

@@ -15,7 +15,7 @@ from safetensors.torch import save
 
 import configurator
 from configurator import ConfigError
-from trainer import checkpoint, lock
+from system import files
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
@@ -139,9 +139,9 @@ def write(model, folder, separator=None):
         if name.startswith(("h.", "ln_f")) and name.endswith("weight") and bias not in weights:
             tensors[f"transformer.{bias}"] = tensor.new_zeros(tensor.shape[0])
     data = save({name: tensor.float().contiguous() for name, tensor in tensors.items()}, {"format": "pt"})
-    lock.make(folder)
-    checkpoint.write_atomically(os.path.join(folder, WEIGHTS), lambda f: f.write(data))
-    checkpoint.write_json(os.path.join(folder, CONFIG), {
+    files.make(folder)
+    files.write_atomically(os.path.join(folder, WEIGHTS), lambda f: f.write(data))
+    files.write_json(os.path.join(folder, CONFIG), {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_layer": c.n_layer, "n_head": c.n_head,
         "n_embd": c.n_embd, "n_positions": c.block_size, "n_ctx": c.block_size, "vocab_size": c.vocab_size, "n_inner": None,
         "activation_function": "gelu_new" if c.gelu == "tanh" else "gelu", "layer_norm_epsilon": 1e-5,

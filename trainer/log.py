@@ -12,7 +12,8 @@ import time
 import zlib
 
 from configurator import ConfigError
-from trainer import checkpoint, screen, tensors
+from system import files, terminal
+from trainer import checkpoint, tensors
 
 NAME = "log.jsonl"
 START = b'{"step":'  # of each row
@@ -173,7 +174,7 @@ class RunLog:
         def make_room():
             if os.path.lexists(self.path):
                 aside.append(os.path.basename(checkpoint.keep_aside(self.path)))
-        checkpoint.write_atomically(self.path, lambda f: f.write(data), ready=make_room)
+        files.write_atomically(self.path, lambda f: f.write(data), ready=make_room)
         return aside[0] if aside else None
 
     def write(self, row):
@@ -219,11 +220,11 @@ class RunLog:
     @property
     def columns(self):
         """Of the terminal, which may change while the run goes on."""
-        return screen.width() if self.bar else None
+        return terminal.width() if self.bar else None
 
     def say(self, text):
         """A line in the terminal, above the progress bar."""
-        say(("\r\033[K" if self.bar else "") + screen.wrapped(text, self.columns))
+        say(("\r\033[K" if self.bar else "") + terminal.wrapped(text, self.columns))
 
     def event(self, step, tokens, text):
         self.write({"step": step, "tokens": tokens, "event": text})

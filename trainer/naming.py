@@ -9,7 +9,8 @@ import re
 
 import configurator
 from configurator import ConfigError
-from trainer import checkpoint, lock, log, resume
+from system import files
+from trainer import checkpoint, log, resume
 
 FOLDER, LATEST = "out", "latest"
 
@@ -29,12 +30,12 @@ def held(config, name):
     folder = config.out_dir if name is None else to_go_on_with(config, name)
     with contextlib.ExitStack() as stack:
         if folder:
-            stack.enter_context(lock.only_writer(folder, ConfigError))
+            stack.enter_context(files.only_writer(folder, ConfigError))
         number = 0
         while not folder:
             number += 1
             with contextlib.suppress(Taken), contextlib.ExitStack() as trial:
-                trial.enter_context(lock.only_writer(numbered(name, number), Taken))
+                trial.enter_context(files.only_writer(numbered(name, number), Taken))
                 if not resume.holds_a_run(numbered(name, number)):
                     stack.push(trial.pop_all())
                     folder = numbered(name, number)

@@ -13,6 +13,7 @@ import stat
 import sys
 
 from configurator import ConfigError
+from system import files
 from trainer import checkpoint
 
 # what only the program itself writes, by the files that make a folder its own
@@ -39,7 +40,7 @@ def write(path, data):
     try:
         descriptor = open_already(path)
         if descriptor is None:
-            return checkpoint.write_atomically(os.path.realpath(path), lambda f: f.write(data))
+            return files.write_atomically(os.path.realpath(path), lambda f: f.write(data))
         with open(descriptor, "wb") as f:
             f.write(data)
     except OSError as e:

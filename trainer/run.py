@@ -13,6 +13,7 @@ import torch
 from configurator import ConfigError
 from rightbatch import step_time
 from rightbatch.tracker import crossed, named
+from system import files
 from trainer import busy, checkpoint, hardware, log, noise_scale, resume, summary
 from trainer.step import to_host
 
@@ -90,11 +91,11 @@ class Run:
         """Create the folder, or go on with its log; say what will be done. From here on signals wait for the end of a step."""
         config, ranks, step = self.config, self.ranks, self.step
         if ranks.first:
-            checkpoint.remove_leftovers(config.out_dir)
+            files.remove_leftovers(config.out_dir, f"{checkpoint.FILES}|{checkpoint.PICTURES}")
             if self.resumed:
                 checkpoint.promote(config.out_dir, self.saved_facts["path"])
                 self.saved_step = self.count.step
-            checkpoint.write_json(os.path.join(config.out_dir, "config.json"),
+            files.write_json(os.path.join(config.out_dir, "config.json"),
                                   {"config": asdict(config), **hardware.facts(step.device), "processes": ranks.world,
                                    "dtype": str(step.dtype).removeprefix("torch."), "parameters": parameters,
                                    "norm_layers": self.arithmetic()["norm layers"],
@@ -165,7 +166,7 @@ class Run:
         if not cost or self.cost_refused:
             return
         try:
-            checkpoint.write_json(os.path.join(self.config.out_dir, "step_time.json"), cost)
+            files.write_json(os.path.join(self.config.out_dir, "step_time.json"), cost)
         except OSError as e:
             self.cost_refused = True
             self.event(f"{e.filename} cannot be written: {e.strerror}. The run goes on without it")

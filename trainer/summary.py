@@ -9,7 +9,8 @@ import torch
 
 import ln_kernel
 import schedule
-from trainer import advice, log, noise_scale, predict, screen
+from system import terminal
+from trainer import advice, log, noise_scale, predict
 
 
 def opening(run, parameters):
@@ -76,7 +77,7 @@ def describe(row, config, seconds_left, calibrating=None, columns=None):
               (0, f"{log.duration(seconds_left)} left")]
     if row["bad_steps"]:
         fields.append((0, f"{row['bad_steps']} steps skipped, not finite"))
-    return screen.fitted(fields, columns)
+    return terminal.fitted(fields, columns)
 
 
 def right_for_time(row):

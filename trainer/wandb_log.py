@@ -27,7 +27,8 @@ import threading
 import schedule
 from configurator import ConfigError
 from rightbatch.tracker import named
-from trainer import checkpoint, lock, log, log_keys, noise_scale, predict
+from system import files
+from trainer import checkpoint, log, log_keys, noise_scale, predict
 
 PROJECT = "rightbatch"
 INIT_TIMEOUT = 10  # seconds to wait for the server before the run goes offline
@@ -235,7 +236,7 @@ def main(argv=None):
         return 0 if argv in (["-h"], ["--help"]) else 2
     config = read_config(argv[0])
     config.out_dir = argv[0]
-    with lock.only_writer(argv[0], ConfigError):
+    with files.only_writer(argv[0], ConfigError):
         rows = log.read(argv[0])
         return int(not WandbLog(config, known_id(argv[0]), rows).close(closing.closing(config)))
 

@@ -16,7 +16,7 @@ if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data import hub, tokens
-from trainer import terminal
+from system import terminal
 
 REPO = "Skylion007/openwebtext"
 REVISION = "refs/convert/parquet"  # the main revision is a loading script, which `datasets` 4 and later refuse

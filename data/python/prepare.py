@@ -19,7 +19,7 @@ if not __package__:  # run as a script, from anywhere
 
 from data import tokens
 from data.stdlib import prepare as stdlib
-from trainer import terminal
+from system import terminal
 
 VAL_FRACTION = 0.02  # of the bytes: more than 1 MB
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"

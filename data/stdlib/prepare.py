@@ -15,7 +15,7 @@ if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data import tokens
-from trainer import terminal
+from system import terminal
 
 VAL_FRACTION = 0.08  # of the bytes: 1 MB, enough for a steady validation loss
 TEST_FOLDERS = {"test", "tests", "idle_test", "__pycache__"}  # tests would be two thirds of the text, and dull

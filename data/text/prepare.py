@@ -20,7 +20,7 @@ if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data import tokens
-from trainer import terminal
+from system import terminal
 
 SUFFIXES = {".txt", ".md"}
 MIN_FILES = 20  # below this, whole files would make a poor sample for validation

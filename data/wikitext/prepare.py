@@ -17,7 +17,7 @@ if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from data import hub, tokens
-from trainer import terminal
+from system import terminal
 
 REPO = "Salesforce/wikitext"
 SUFFIXES = (".parquet", ".txt", ".raw", ".tokens")

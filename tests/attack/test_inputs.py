@@ -18,6 +18,7 @@ import sweep
 import train
 import whatif
 from data.text import prepare
+from system import files
 from tests.helpers import TINY
 from trainer import checkpoint, log
 
@@ -136,7 +137,7 @@ def test_any_checkpoint_that_train_did_not_write(start, tmp_path, content, marke
     (out / "ckpt.pt").unlink(missing_ok=True)
     (out / "ckpt.pt").write_bytes(content)
     if marked:  # even with a checksum that fits
-        checkpoint.write_atomically(str(out / "ckpt.pt"), lambda f: (f.write(content), f.write(
+        files.write_atomically(str(out / "ckpt.pt"), lambda f: (f.write(content), f.write(
             checkpoint.MARK + b"%08x" % f.crc)))
     assert not start(out_dir=out, resume="auto")
 

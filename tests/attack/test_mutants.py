@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from configurator import ConfigError
+from system import files
 from trainer import checkpoint, tensors
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -66,7 +67,7 @@ def test_what_else_a_checkpoint_may_bring_is_refused(tmp_path, kind, monkeypatch
     rng.choice = lambda options, choice=rng.choice: kind if kind in options else choice(options)
     monkeypatch.setattr(hostile, "HOSTILE", [None])
     _, data = hostile.value_changed(whole, rng)
-    checkpoint.write_atomically(str(tmp_path / "ckpt.pt"), lambda f: (
+    files.write_atomically(str(tmp_path / "ckpt.pt"), lambda f: (
         f.write(data), f.write(checkpoint.MARK + b"%08x" % f.crc)))
     with pytest.raises(ConfigError, match="not a readable checkpoint"):
         checkpoint.load(str(tmp_path))

@@ -1,22 +1,114 @@
-"""One writer per folder. The kernel takes the lock back when its holder dies, however it dies, so none is ever stale."""
+"""
+Files that are whole or not there, and folders that one process writes to.
+
+    files.write_atomically(path, lambda f: f.write(data))      # all of it, or what was there before
+    with files.only_writer(folder, ConfigError): ...           # the kernel takes the lock back when its holder dies, however
+                                                               # it dies: none is ever stale
+"""
 
 import contextlib
 import errno
+import json
 import os
+import re
+import secrets
 import socket
 import stat
 import sys
+import zlib
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None
 
-NAME = "lock"
+LOCK = "lock"
 # a pipe would wait for somebody to write into it
 FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 NOT_REGULAR = "{} is a link, a pipe, a folder or a device, which a lock must not be: remove it"
 
+
+# -- whole files
+
+def beside(path):
+    """A name for a file while it is written; a whole one is moved to its own name. A killed process leaves it behind."""
+    return f"{path}.{secrets.token_hex(4)}.tmp"
+
+
+def remove_leftovers(folder, pattern):
+    """Remove what killed processes left beside files that `pattern` describes; any other *.tmp is somebody's own. For
+    who holds the folder's lock."""
+    for name in os.listdir(folder):
+        if re.fullmatch(rf"(?:{pattern})\.[0-9a-f]{{8}}\.tmp", name):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(folder, name))
+
+
+class Output:
+    """A file that sums up what is written to it, and remembers why it could not be: torch.save tells only that it failed."""
+
+    def __init__(self, file):
+        self.file, self.crc, self.error = file, 0, None
+
+    def write(self, data):
+        try:
+            self.file.write(data)
+        except OSError as e:
+            self.error = e
+            raise
+        self.crc = zlib.crc32(data, self.crc)
+        return len(data)
+
+    def flush(self):
+        self.file.flush()
+
+
+def write_atomically(path, write, ready=lambda: None):
+    """Call write(file) on a temporary neighbour and, once that is on the disk, ready(); then put it in place of `path`. A
+    failure names `path` and leaves nothing behind."""
+    partial, output = beside(path), Output(None)
+    try:
+        with about(path, output), open(partial, "wb") as output.file:
+            write(output)
+            output.flush()
+            os.fsync(output.file.fileno())
+        ready()
+        with about(path):
+            os.replace(partial, path)
+            sync_folder(os.path.dirname(path) or ".")  # the new name survives a power cut, too
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
+
+
+@contextlib.contextmanager
+def about(path, output=None):
+    """What the system refuses inside is refused for `path`, the name that the user knows."""
+    try:
+        yield
+    except Exception as e:
+        cause = output and output.error or e
+        if isinstance(cause, OSError) and cause.strerror:
+            raise OSError(cause.errno, cause.strerror, path) from None
+        raise
+
+
+def sync_folder(path):
+    if os.name != "posix":
+        return
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def write_json(path, value, ready=lambda: None):
+    write_atomically(path, lambda f: f.write((json.dumps(value, indent=2) + "\n").encode()), ready)
+
+
+# -- one writer
 
 @contextlib.contextmanager
 def only_writer(folder, error, wait=False):
@@ -34,8 +126,8 @@ def only_writer(folder, error, wait=False):
     finally:
         if descriptor is not None:
             with contextlib.suppress(OSError):
-                if is_named(descriptor, os.path.join(folder, NAME)):  # else somebody removed it, and it is another's now
-                    os.unlink(os.path.join(folder, NAME))
+                if is_named(descriptor, os.path.join(folder, LOCK)):  # else somebody removed it, and it is another's now
+                    os.unlink(os.path.join(folder, LOCK))
             os.close(descriptor)
         for path in made:
             with contextlib.suppress(OSError):  # it is not empty
@@ -43,7 +135,7 @@ def only_writer(folder, error, wait=False):
 
 
 def acquire(folder, error, wait):
-    path = os.path.join(folder, NAME)
+    path = os.path.join(folder, LOCK)
     while True:
         make(folder)
         try:

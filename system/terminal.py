@@ -1,4 +1,6 @@
-"""What is said never decides what is done: a closed pipe, a full disk behind stdout, a letter that the terminal cannot show.
+"""
+The terminal. What is said never decides what is done: a closed pipe, a full disk behind stdout, a letter that the terminal
+cannot show.
 
     terminal.steady()               # first thing in the main() of a command
     parser = terminal.Parser(...)   # argparse's; what is typed wrong is one line
@@ -9,7 +11,9 @@ import argparse
 import contextlib
 import errno
 import os
+import shutil
 import sys
+import textwrap
 
 
 class Stream:
@@ -71,3 +75,28 @@ class Parser(argparse.ArgumentParser):
         print(f"error: {words if len(words) < 500 else words[:400] + ' ...'} ({self.prog} --help lists the options)",
               file=sys.stderr)
         sys.exit(2)
+
+
+# -- what fits
+
+def width():
+    """Columns of the terminal; None where there is none, and lines may have any length."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def fitted(fields, columns):
+    """The fields of a line in their order. Where they do not fit, some go, those with the highest rank first: (rank, text)."""
+    ranks = sorted({rank for rank, _ in fields}, reverse=True)
+    for most in ranks:
+        line = " | ".join(text for rank, text in fields if rank <= most)
+        if columns is None or len(line) <= columns:
+            break
+    return line
+
+
+def wrapped(text, columns):
+    """Lines of at most so many columns, broken between words."""
+    if columns is None:
+        return text
+    return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+                     for line in text.split("\n"))
