@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import ln_kernel
-import per_example
+from rightbatch import per_example
+from rightbatch.kernels import head_loss
 from rightbatch.kernels.attention import causal_attention
-from trainer import head_loss
 
 
 @dataclass

@@ -141,8 +141,7 @@ class NoHostSync(TorchDispatchMode):
 def pretended(compiling=False):
     """Fake tensors on "cuda", Triton kernels that check their arguments, and no copy to the host. compiling: without that last
     one, under which torch.compile traces nothing; a graph has no way to the host anyway."""
-    from rightbatch.kernels import ln_triton
-    from trainer import head_triton
+    from rightbatch.kernels import head_triton, ln_triton
     launches = []
     with contextlib.ExitStack() as stack:
         def put(place, name, value):

@@ -34,7 +34,8 @@ import ln_kernel
 from benchmarks import tools
 from configurator import ConfigError
 from model import GPT, GPTConfig
-from trainer import checkpoint, hardware, head_loss, log, output
+from rightbatch.kernels import head_loss
+from trainer import checkpoint, hardware, log, output
 
 
 @dataclasses.dataclass

@@ -81,7 +81,7 @@ def inspect(name, dtype, out_dtype, arch, C):
 
 def inspect_head(dtype, arch):
     """The head's cross entropy. Its first loop reads a logit, its second reads and writes it."""
-    from trainer import head_loss, head_triton
+    from rightbatch.kernels import head_loss, head_triton
     with fake_cuda.pretended() as launches:
         logits = torch.empty(64, head_loss.padded(50257), device="cuda", dtype=DTYPES[dtype])[:, :50257]
         targets = torch.empty(64, device="cuda", dtype=torch.int64)

@@ -1,41 +1,33 @@
 """What `pip install` brings: the noise scale, the norm layers that measure it, and per-example norms of other layers.
 
-An installed package has gns.py, ln_kernel.py and per_example.py among its files. In a checkout they lie beside it, so they are
-taken from there, under both names: each module, and each custom op in it, exists once, whichever name is imported first.
+An installed package has gns.py and ln_kernel.py among its files. In a checkout they lie beside the package, at the top level,
+where `import gns` finds them, too: each module, and each custom op in it, exists once, under one name.
 """
 
-import importlib
-import importlib.util
-import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-
-def _take_from_checkout(name, path):
-    module = sys.modules.get(name)
-    if module is None or Path(getattr(module, "__file__", None) or "").resolve() != path:
-        spec = importlib.util.spec_from_file_location(name, path)
-        ours = importlib.util.module_from_spec(spec)
-        if module is None:   # else it is somebody else's module of the same name: theirs stays where it is
-            sys.modules[name] = ours
-        try:
-            spec.loader.exec_module(ours)
-        except BaseException:
-            if sys.modules.get(name) is ours:
-                del sys.modules[name]
-            raise
-        module = ours
-    sys.modules[f"{__name__}.{name}"] = module
-
-
-for _name in ("gns", "ln_kernel", "per_example"):
-    if not Path(__file__).with_name(f"{_name}.py").exists():
-        _take_from_checkout(_name, Path(__file__).resolve().parent.parent / f"{_name}.py")
-    globals()[_name] = importlib.import_module(f"{__name__}.{_name}")
+if Path(__file__).with_name("gns.py").exists():
+    from rightbatch import gns, ln_kernel
+else:
+    import gns
+    import ln_kernel
+    for module in (gns, ln_kernel):
+        if Path(str(module.__file__)).parent != Path(__file__).parent.parent:
+            raise ImportError(f"rightbatch needs its own {module.__name__}.py, and {module.__file__} comes before it on "
+                              "sys.path: rename that file")
 
 # Last, and not when first asked for: importing the modules watch and verify puts them under these names, then the functions.
-from rightbatch.recognise import WatchError  # noqa: E402, F401
-from rightbatch.verify import verify  # noqa: E402, F401
-from rightbatch.watch import Watch, watch  # noqa: E402, F401
+from rightbatch import per_example
+from rightbatch.recognise import WatchError
+from rightbatch.verify import verify
+from rightbatch.watch import Watch, watch
+
+if TYPE_CHECKING:
+    from rightbatch.callbacks import WatchCallback
+
+__version__ = "0.1.0"
+__all__ = ["Watch", "WatchCallback", "WatchError", "gns", "ln_kernel", "per_example", "verify", "watch"]
 
 
 def __getattr__(name):

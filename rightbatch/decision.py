@@ -12,7 +12,7 @@ Letters: B examples in a step, N noise scale in examples, t0 and t1 seconds of a
 import dataclasses
 import math
 
-from rightbatch.gns import product
+from rightbatch import gns
 from rightbatch.tracker import named
 
 TUNED = "Assumes a learning rate tuned for each batch size."
@@ -49,7 +49,7 @@ class Cost:
 def right_batch(noise, cost, quantum):
     """{"time", "tokens", "balance"}: sqrt(N t0/t1), but not below the quantum, the smallest batch that the hardware runs well;
     the quantum; N."""
-    time = tuple(math.sqrt(v) for v in product(noise, cost.ratio())) if cost else (None, None, None)
+    time = tuple(math.sqrt(v) for v in gns.product(noise, cost.ratio())) if cost else (None, None, None)
     return {**named("time", tuple(v if v is None else max(v, quantum) for v in time)), "time_formula": time[0],
             "tokens": quantum, **named("balance", noise)}
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks import fake_cuda, gpu, tools, triton_compile
 from configurator import Config
 from model import GPT, GPTConfig
+from rightbatch.kernels import head_loss
 from tests.helpers import ROOT
-from trainer import head_loss
 from trainer.distributed import Ranks
 from trainer.step import TrainingStep
 

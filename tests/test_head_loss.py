@@ -9,8 +9,8 @@ import torch.nn.functional as F
 import train
 from benchmarks import tools
 from model import GPT, GPTConfig
+from rightbatch.kernels import head_loss
 from tests.helpers import check_against_oracle, gpt_batch, make_gpt
-from trainer import head_loss
 
 
 @pytest.fixture
@@ -190,7 +190,7 @@ def interpreted(test):
 @pytest.mark.parametrize("V, dtype", [(257, torch.float32), (65, torch.bfloat16), (16, torch.float32)])
 def test_interpreted_triton_gives_the_losses_and_gradients_of_float64(V, dtype, monkeypatch):
     """Rows of several blocks, an odd number of columns, a row in a padded buffer, logits that would overflow."""
-    from trainer import head_triton
+    from rightbatch.kernels import head_triton
     monkeypatch.setattr(head_triton, "OPTIONS", {"BLOCK": 64, "num_warps": 1})
     generator = torch.Generator().manual_seed(0)
     buffer = torch.randn(5, V + 7, generator=generator).to(dtype)
@@ -211,7 +211,7 @@ def test_interpreted_triton_gives_the_losses_and_gradients_of_float64(V, dtype, 
 
 @interpreted
 def test_interpreted_triton_a_logit_that_is_not_a_number_stays_in_its_row():
-    from trainer import head_triton
+    from rightbatch.kernels import head_triton
     logits = torch.randn(3, 40)
     logits[1, 7] = float("nan")
     losses = torch.empty(3)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-import per_example
+from rightbatch import per_example
 
 METHODS = ["simultaneous", "gram"]
 SHAPES = [(5, 7, 11, 13), (1, 6, 4, 3), (3, 1, 5, 2), (2, 17, 1, 1), (13, 3, 2, 31)]  # B, T, C, O

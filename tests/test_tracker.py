@@ -11,8 +11,8 @@ import gns
 import train
 from configurator import Config
 from model import GPT, GPTConfig
-from per_example import row_sq_norms
 from rightbatch import rows, step_time
+from rightbatch.per_example import row_sq_norms
 from trainer import batches, log
 from trainer.distributed import Ranks
 from trainer.optimizer import Optimizer

@@ -14,7 +14,8 @@ Letters: P parameters, L layers, C channels, V vocabulary, n = micro-batch x T t
 import configurator
 import schedule
 from configurator import ConfigError
-from trainer import hardware, head_loss
+from rightbatch.kernels import head_loss
+from trainer import hardware
 
 # dense bf16 FLOP/s (V100: fp16) and bytes of memory, as the vendors' data sheets give them
 KINDS = {"V100": (125e12, 32e9), "A100": (312e12, 80e9), "A100-40G": (312e12, 40e9), "A6000": (155e12, 48e9),

@@ -18,7 +18,7 @@ import numpy as np
 import configurator
 import gns
 from configurator import ConfigError
-from rightbatch.decision import TUNED, Cost, product, right_batch
+from rightbatch.decision import TUNED, Cost, right_batch
 from rightbatch.tracker import named
 from trainer import log
 from trainer.curves import curve, reach
@@ -151,7 +151,7 @@ def noise_values(steps, key):
             values.append(t)
         elif norm[i] and norm[near]:
             factor = tuple(v / known[near][0] for v in wider(*known[near], by=2))
-            values.append(product((norm[i][0] * known[near][0] / norm[near][0], *(
+            values.append(gns.product((norm[i][0] * known[near][0] / norm[near][0], *(
                 v * known[near][0] / norm[near][0] for v in norm[i][1:])), factor))
         elif source is None:
             values.append((known[first][0], 0.0, known[first][2]))
@@ -300,7 +300,7 @@ def row_at(phases, batch, block, cost, rate=None):
     steps = steps_at(phases, batch)
     row = {"batch": batch}
     row |= named("steps", steps) | named("tokens", tuple(s * batch * block for s in steps))
-    seconds = product(steps, cost.step(batch)) if cost else (None, None, None)
+    seconds = gns.product(steps, cost.step(batch)) if cost else (None, None, None)
     row |= named("seconds", seconds)
     return row | (named("money", tuple(s * rate for s in seconds)) if rate and cost else {})
 

@@ -23,8 +23,7 @@ N rows (B x T tokens), C channels, V vocabulary.
 import torch
 import torch.nn.functional as F
 
-import ln_kernel
-import per_example
+from rightbatch import ln_kernel, per_example
 
 # Rows whose logits fill this many bytes make a chunk. Each chunk packs the weight anew and adds to its gradient: in chunks of
 # 32, 64 and 128 MiB instead of one of 206 MB the head of gpt_111m took 1.17, 1.10 and 1.05 times as long on two CPU cores.
@@ -77,7 +76,7 @@ def softmax_minus_onehot_(logits, targets, losses):
     """Overwrite logits (n, V) with softmax - onehot, in their dtype, and losses (n,), in float32. Both are zero where targets
     say IGNORE."""
     if logits.is_cuda and logits.dtype != torch.float64 and ln_kernel.choose_impl("cuda")[0] == "triton":
-        from trainer import head_triton
+        from rightbatch.kernels import head_triton
         return head_triton.softmax_minus_onehot_(logits, targets, losses)
     n, V = logits.shape
     rows = max(1, PIECE_BYTES.get(logits.device.type, CHUNK_BYTES) // (4 * V))
