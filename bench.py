@@ -5,8 +5,6 @@
     python bench.py attention       the attention kernel against torch's own: time, FLOP/s, error, memory
     python bench.py triton          compile the CUDA kernels, no GPU needed: registers, spills, global traffic
     python bench.py step            whole training steps: tracking off, norm, exact, and off with torch's own LayerNorm
-    python bench.py step --models=char --dtype=float32 --others      and per-sample gradients by torch.func, Opacus and
-                                                     BackPACK (pip install -r requirements-bench.txt)
     python bench.py step --ranks=2  the same under DDP
     python bench.py step --against=../nanoGPT      our step beside that of a nanoGPT checkout: tokens/s, ratio, losses
     python bench.py tracking        what tracking costs in whole runs

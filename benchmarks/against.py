@@ -17,6 +17,8 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
@@ -26,7 +28,7 @@ from model import GPT, GPTConfig
 from system import cores
 from trainer import hardware
 
-LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0  # as tools.adamw
+LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0  # as ours
 LOSS_STEPS = 5  # the losses of so many steps from the same weights are compared
 LOSS_TOLERANCE = 1e-4  # nats: rounding gives 1e-6; a wrong weight, mask or scale 1e-2 and more
 NAMES = {"wte": "transformer.wte", "wpe": "transformer.wpe", "h": "transformer.h", "ln_f": "transformer.ln_f",
@@ -106,89 +108,59 @@ def their_side(shape, micro, state, path, _dtype):
     return step
 
 
-def work(connection, side, shape, micro, weights, path, dtype, threads):
-    """The life of one side's process: (first batch, steps) in, (seconds, losses) out, None ends it."""
+SIDES = {"ours": our_side, "theirs": their_side}
+STEPS = {}  # {side: its step}, each in the process of its side
+
+
+def start(side, shape, micro, weights, path, dtype, threads):
+    """A side's process makes its model and optimizer."""
+    torch.set_num_threads(threads)
     try:
-        torch.set_num_threads(threads)
-        step = side(shape, micro, torch.load(weights), path, dtype)
-        connection.send("ready")
-    except ConfigError as e:
-        connection.send(str(e))
-        return
+        STEPS[side] = SIDES[side](shape, micro, torch.load(weights), path, dtype)
+    except ConfigError:
+        raise
     except Exception as e:
-        connection.send(f"{'ours' if side is our_side else path} failed: {type(e).__name__}: {e}")
-        return
-    while (task := connection.recv()) is not None:
-        batches = [[ids.contiguous() for ids in batch_of(shape, micro, number)] for number in range(task[0], sum(task))]
-        start = time.perf_counter()
-        losses = [step(x, y) for x, y in batches]
-        seconds = time.perf_counter() - start
-        connection.send((seconds, [float(loss) for loss in losses]))
+        raise ConfigError(f"{'ours' if side == 'ours' else path} failed: {type(e).__name__}: {e}") from None
 
 
-class Side:
-    """One side, from the process that asks."""
+def take(side, shape, micro, first, steps):
+    """(seconds, losses) of so many steps from batch `first` on."""
+    batches = [[ids.contiguous() for ids in batch_of(shape, micro, number)] for number in range(first, first + steps)]
+    begin = time.perf_counter()
+    losses = [STEPS[side](x, y) for x, y in batches]
+    seconds = time.perf_counter() - begin
+    return seconds, [float(loss) for loss in losses]
 
-    def __init__(self, *args):
-        context = multiprocessing.get_context("spawn")  # nothing of this process's settings
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=work, args=(theirs, *args))
-        self.process.daemon = True
-        self.process.start()
 
-    def receive(self):
-        try:
-            return self.connection.recv()
-        except EOFError:
-            self.process.join()
-            raise ConfigError(f"a benchmark process ended with exit code {self.process.exitcode}: its own output says "
-                              "why, and -9 is out of memory") from None
-
-    def ready(self):
-        answer = self.receive()
-        if answer != "ready":
-            raise ConfigError(answer)
-
-    def run(self, first, steps):
-        self.connection.send((first, steps))
-        return self.receive()
-
-    def close(self):
-        if self.process.is_alive():
-            try:
-                self.connection.send(None)
-            except OSError:
-                pass
-        self.process.join(10)
-        if self.process.is_alive():
-            self.process.terminate()
+def worker():
+    """A process that stays, with nothing of this one's settings."""
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
 def compare(name, path, dtype, threads, seconds, rounds, turn_seconds=1.0):
     """Tokens/s of both sides over rounds of one turn each, and the losses of the first steps."""
     shape, micro = MODELS[name]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         weights = os.path.join(folder, "weights.pt")
         torch.manual_seed(0)
         torch.save(GPT(GPTConfig(**shape)).state_dict(), weights)
-        sides = {side: Side(function, shape, micro, weights, path, dtype, threads)
-                 for side, function in (("ours", our_side), ("theirs", their_side))}
+        workers = {side: stack.enter_context(worker()) for side in SIDES}
+
+        def run(side, first, steps):
+            return workers[side].submit(take, side, shape, micro, first, steps).result()
         try:
-            for side in sides.values():
-                side.ready()
-            losses = {side: worker.run(0, LOSS_STEPS)[1] for side, worker in sides.items()}
-            apart = max(abs(a - b) for a, b in zip(losses["ours"], losses["theirs"]))
-            slower = max(worker.run(LOSS_STEPS, 1)[0] for worker in sides.values())
-            steps = max(1, round(turn_seconds / slower))
-            times, first, end = {side: [] for side in sides}, LOSS_STEPS + 1, time.perf_counter() + seconds
+            for side, own in workers.items():
+                own.submit(start, side, shape, micro, weights, path, dtype, threads).result()
+            losses = {side: run(side, 0, LOSS_STEPS)[1] for side in SIDES}
+            steps = max(1, round(turn_seconds / max(run(side, LOSS_STEPS, 1)[0] for side in SIDES)))
+            times, first, end = {side: [] for side in SIDES}, LOSS_STEPS + 1, time.perf_counter() + seconds
             while time.perf_counter() < end or len(times["ours"]) < rounds:
-                turns = list(sides.items())
-                for side, worker in turns if len(times["ours"]) % 2 else reversed(turns):
-                    times[side].append(worker.run(first, steps)[0] / steps)
+                for side in SIDES if len(times["ours"]) % 2 else reversed(SIDES):
+                    times[side].append(run(side, first, steps)[0] / steps)
                 first += steps
-        finally:
-            for side in sides.values():
-                side.close()
+        except BrokenProcessPool:
+            raise ConfigError("a benchmark process was killed: probably for want of memory") from None
+    apart = max(abs(a - b) for a, b in zip(losses["ours"], losses["theirs"]))
     tokens = micro * shape["block_size"]
     ratios = [t / o for o, t in zip(times["ours"], times["theirs"])]
     return {**{side: {**spread(samples), "tokens_per_second": [tokens / t for t in reversed(quartiles(samples))]}
@@ -200,7 +172,7 @@ def compare(name, path, dtype, threads, seconds, rounds, turn_seconds=1.0):
 def table(name, row):
     lines = [f"{name}: {row['ours']['n']} rounds of {row['steps_per_turn']} step(s) each side; "
              "tokens/s and ratio: median (quartiles)"]
-    for side in ("ours", "theirs"):
+    for side in SIDES:
         low, median, high = row[side]["tokens_per_second"]
         lines.append(f"  {side:8}{median:10.1f} ({low:.1f} to {high:.1f})   {row[side]['median_ms']:9.1f} ms a step")
     low, median, high = row["ratio"]

@@ -16,7 +16,6 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -282,23 +281,12 @@ def train_command(s, out, processes=1, **keys):
     own = {**{k: v for k, v in s.training.items() if k != "stop"}, "device": s.device, "out_dir": out, "batch_size_start": 32,
            "warmup_tokens": 0, "stop_tokens": stop, "eval_tokens": 0, "eval_iters": 4, "log_interval": 1,
            "checkpoint_tokens": 0, "batch_schedule": "constant", **keys}
-    return [*(torchrun(processes) if processes > 1 else [sys.executable]), tools.TRAIN, *(f"--{k}={v}" for k, v in own.items())]
-
-
-def complaint(stderr):
-    """The first error in what a process said; torchrun says much more after it."""
-    lines = [line for line in stderr.splitlines() if line.strip()]
-    return next((line for line in lines if re.search(r"(?i)^(\[rank\d+\]: )?[\w.]*error:", line)), (lines or [""])[-1])[:500]
-
-
-def torchrun(processes):
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    python = tools.torchrun(processes) if processes > 1 else [sys.executable]
+    return [*python, tools.TRAIN, *(f"--{k}={v}" for k, v in own.items())]
 
 
 def train(s, out, processes=1, **keys):
-    done = subprocess.run(train_command(s, out, processes, **keys), capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"train.py ended with {done.returncode}: {complaint(done.stderr)}")
+    tools.process(train_command(s, out, processes, **keys), "train.py")
     return [row["train/loss"] for row in log.read(out) if "train/loss" in row]
 
 
@@ -342,9 +330,7 @@ def overlapped(s, out, n, compile):
     shape = ",".join(f"{k}={v}" for k, v in s.model.items() if not isinstance(v, tuple))
     command = [tools.BENCH, "overlap", f"--device={s.device}", f"--model={shape}", f"--micro={s.micro}", f"--rounds={s.rounds}",
                f"--compile={compile}", f"--out={out}"]
-    done = subprocess.run([*torchrun(n), *command], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"bench.py overlap ended with {done.returncode}: {complaint(done.stderr)}")
+    tools.process([*tools.torchrun(n), *command], "bench.py overlap")
     with open(out) as f:
         found = json.load(f)
     numbers = {k: found[k] for k in ("first_ready", "half_ready", "hidden", "compute_ms", "communicating_ms", "transfer_ms")}

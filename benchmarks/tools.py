@@ -1,6 +1,5 @@
 """
-What the benchmarks share: taking turns, medians and quartiles, peak memory, the models that are timed, and our training step on
-them.
+The benchmarks share turns, medians and quartiles, peak memory, processes, the models that are timed, and our step on them.
 """
 
 import contextlib
@@ -9,6 +8,7 @@ import os
 import random
 import re
 import statistics
+import subprocess
 import sys
 import time
 from collections import defaultdict
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from configurator import Config
+from configurator import Config, ConfigError
 from model import GPT, Attention, GPTConfig, Norm
 from trainer import distributed, hardware, output
 from trainer.step import TrainingStep, to_host
@@ -61,6 +61,11 @@ def paired(times, base):
     """Each round's time over that round's base: a disturbance that falls on both cancels."""
     q1, median, q3 = quartiles([a / b for a, b in zip(times, base)])
     return {"ratio": median, "ratio_q1": q1, "ratio_q3": q3}
+
+
+def told(r):
+    """The ratio of `paired` with its quartiles, in words."""
+    return f"{r['ratio']:.3f} ({r['ratio_q1']:.3f} to {r['ratio_q3']:.3f})"
 
 
 def geomean(values):
@@ -124,6 +129,26 @@ def command():
     return " ".join(["python", os.path.basename(sys.argv[0]), *words])
 
 
+# ---- processes
+
+def torchrun(processes):
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+
+
+def process(command, name, **how):
+    """The output of a process that has ended; one that failed is a ConfigError with its own complaint."""
+    done = subprocess.run(command, text=True, stdin=subprocess.DEVNULL, capture_output=True, **how)
+    if done.returncode:
+        raise ConfigError(f"{name} ended with {done.returncode}: {complaint(done.stderr)}")
+    return done.stdout
+
+
+def complaint(stderr):
+    """The first error in what a process said; torchrun says much more after it."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    return next((line for line in lines if re.search(r"(?i)^(\[rank\d+\]: )?[\w.]*error:", line)), (lines or [""])[-1])[:500]
+
+
 # ---- training steps
 
 
@@ -131,18 +156,6 @@ def batch_of(shape, micro, number=0):
     generator = torch.Generator().manual_seed(number)
     ids = torch.randint(shape["vocab_size"], (micro, shape["block_size"] + 1), generator=generator)
     return ids[:, :-1], ids[:, 1:]
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-
-
-def clip_and_step(optimizer, parameters):
-    """For steps that are not ours: clipped inside the fused kernel, as ours are."""
-    total = torch.stack(torch._foreach_norm([p.grad for p in parameters])).norm()
-    optimizer.grad_scale = torch.clamp(total + 1e-6, min=1.0)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 class Step:

@@ -10,12 +10,10 @@ evaluation and checkpoints.
 
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 
-from benchmarks.tools import TRAIN, paired, spread, write_json
-from configurator import ConfigError
+from benchmarks.tools import TRAIN, paired, process, spread, told, write_json
 from trainer import log
 
 OFF, WITHOUT, TRACKED = "off", "tracked, without Adam's metric", "tracked"
@@ -34,24 +32,21 @@ def arguments(parser):
 def seconds_of(train_arguments):
     """Seconds of a whole run, as its log has them."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, TRAIN, *train_arguments, f"--out_dir={folder}/run"]
-        done = subprocess.run(command, text=True, stdin=subprocess.DEVNULL, capture_output=True)
-        if done.returncode:
-            raise ConfigError(f"{' '.join(command[1:])} ended with exit code {done.returncode}: {done.stderr[-1000:]}")
+        process([sys.executable, TRAIN, *train_arguments, f"--out_dir={folder}/run"], " ".join(["train.py", *train_arguments]))
         return [row for row in log.read(f"{folder}/run") if "train/loss" in row][-1]["seconds"]
 
 
 def run(args):
-    found = {name: [] for name in VARIANTS}
+    seconds = {name: [] for name in VARIANTS}
     for i in range(args.rounds):
         for name in random.Random(i).sample(list(VARIANTS), len(VARIANTS)):
-            found[name].append(seconds_of([*args.arguments, *VARIANTS[name]]))
-            print(f"round {i + 1} of {args.rounds}: {name}: {found[name][-1]:.1f} s", flush=True)
-    report = {name: {**spread(own), **paired(own, found[OFF]), "seconds": own} for name, own in found.items()}
-    without, tracked = found[WITHOUT], found[TRACKED]
+            seconds[name].append(seconds_of([*args.arguments, *VARIANTS[name]]))
+            print(f"round {i + 1} of {args.rounds}: {name}: {seconds[name][-1]:.1f} s", flush=True)
+    report = {name: {**spread(own), **paired(own, seconds[OFF]), "seconds": own} for name, own in seconds.items()}
+    without, tracked = seconds[WITHOUT], seconds[TRACKED]
     metric = paired(tracked, without)
     for name, r in report.items():
-        print(f"{name:32}{r['median_ms'] / 1e3:7.1f} s  {r['ratio']:.3f} of {OFF} ({r['ratio_q1']:.3f} to {r['ratio_q3']:.3f})")
-    print("Adam's metric, over tracked without it: {ratio:.3f} ({ratio_q1:.3f} to {ratio_q3:.3f})".format(**metric))
+        print(f"{name:32}{r['median_ms'] / 1e3:7.1f} s, over {OFF}: {told(r)}")
+    print(f"Adam's metric, over tracked without it: {told(metric)}")
     medians = statistics.median(tracked) / statistics.median(without)
     write_json(args.out, {"runs": report, "adams_metric": {**metric, "of_medians": medians}})

@@ -13,15 +13,13 @@ import os
 import pickle
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 
 import numpy as np
 
 from benchmarks import against
-from benchmarks.tools import MODELS, TRAIN, plain, quartiles, write_json
-from configurator import ConfigError
+from benchmarks.tools import MODELS, TRAIN, plain, process, quartiles, write_json
 from trainer import batches, hardware, log
 
 WARM_UP, STEPS, VOCABULARY = 5, 40, 256  # steps of a process; bytes
@@ -44,7 +42,7 @@ def their_steps(path, shape, micro, folder, steps):
               "max_iters": steps, "log_interval": 1, "eval_interval": 10**9, "eval_iters": 1, "decay_lr": False,
               "learning_rate": 1e-4}
     del values["vocab_size"]
-    said = process([sys.executable, "train.py", *(f"--{k}={v}" for k, v in values.items())], path, path)
+    said = process([sys.executable, "train.py", *(f"--{k}={v}" for k, v in values.items())], f"{path}: train.py", cwd=path)
     return [float(ms) for ms in re.findall(r"^iter \d+: .*time ([\d.]+)ms", said, re.MULTILINE)][1:]  # the first evaluates
 
 
@@ -56,31 +54,24 @@ def our_steps(shape, micro, folder, steps, dtype):
               "min_lr": 0, "lr_decay": "none", "max_tokens": steps * micro * shape["block_size"], "warmup_tokens": 0,
               "log_interval": 1, "eval_tokens": 0, "eval_iters": 1, "checkpoint_tokens": 0}
     del values["vocab_size"]
-    process([sys.executable, TRAIN, *(f"--{k}={v}" for k, v in values.items())], folder, "ours")
+    process([sys.executable, TRAIN, *(f"--{k}={v}" for k, v in values.items())], "ours: train.py")
     return [row["dt_ms"] for row in log.read(out) if "dt_ms" in row]
-
-
-def process(command, where, name):
-    done = subprocess.run(command, cwd=where, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise ConfigError(f"{name}: train.py ended with {done.returncode}: {(done.stderr.splitlines() or ['no message'])[-1]}")
-    return done.stdout
 
 
 def compare(name, path, dtype, rounds):
     """Mean milliseconds of a step in each process, both sides in turn, and the ratio of each round."""
     (shape, micro), steps = MODELS[name], STEPS
-    found = {"ours": [], "theirs": []}
+    means = {"ours": [], "theirs": []}
     for turn in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
             their_data(folder)
             sides = {"ours": lambda: our_steps(shape, micro, folder, steps, dtype),
                      "theirs": lambda: their_steps(path, shape, micro, folder, steps)}
             for side in sides if turn % 2 else reversed(sides):
-                found[side].append(statistics.fmean(sides[side]()[WARM_UP:]))
-    ratios = [t / o for o, t in zip(found["ours"], found["theirs"])]
+                means[side].append(statistics.fmean(sides[side]()[WARM_UP:]))
+    ratios = [t / o for o, t in zip(means["ours"], means["theirs"])]
     return {"shape": {**shape, "vocab_size": VOCABULARY}, "micro_batch": micro, "steps_of_a_process": steps - WARM_UP,
-            "mean_ms_of_each_process": found, "ratio": quartiles(ratios)}
+            "mean_ms_of_each_process": means, "ratio": quartiles(ratios)}
 
 
 def run(args):

@@ -1,5 +1,6 @@
 """
-What per-example gradient norms cost, three ways, counted on the operations themselves. For flop_cost.py and io_cost.py.
+What per-example gradient norms cost, three ways: formulas, checked against counts of the operations. For flop_cost.py and
+io_cost.py.
 
     simultaneous   every linear layer: the examples' weight gradients are formed apart, measured, and added (Gray et al. 2024)
     gram           every linear layer: inner product of two T x T Gram matrices per example, beside the plain weight gradient
@@ -14,11 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from common import ROOT
+from common import ROOT, parse, write
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import configurator
+from plots import style
 from trainer import plan
 
 METHODS = ("simultaneous", "gram", "norm only")
@@ -46,11 +48,9 @@ def models(config_file=None):
     files = {name: os.path.join(ROOT, "config", f"{file}.py") for name, file in files.items()}
     if config_file:
         files[os.path.basename(config_file).removesuffix(".py")] = config_file
-    shapes = {}
-    for name, file in files.items():
-        config = configurator.parse([file])
-        shapes[name] = Shape(config.n_layer, config.n_embd)
-    return {**shapes, "6.7B": Shape(32, 4096), "13B": Shape(40, 5120), "175B": Shape(96, 12288)}
+    configs = {name: configurator.parse([file]) for name, file in files.items()}
+    return {**{name: Shape(config.n_layer, config.n_embd) for name, config in configs.items()},
+            "6.7B": Shape(32, 4096), "13B": Shape(40, 5120), "175B": Shape(96, 12288)}
 
 
 # -- the operations; inputs x (B, T, K), g (B, T, L); each returns what it must, weight gradient first
@@ -81,7 +81,7 @@ def norm_only(x_hat, g):
 # -- counting
 
 class Traffic(TorchDispatchMode):
-    """Bytes that operations read and write, each tensor once per operation, nothing kept in a cache between two."""
+    """Counts the bytes that operations read and write: each tensor once per operation, nothing kept in a cache between two."""
 
     bytes = 0
 
@@ -115,3 +115,71 @@ def measured_extra(B, T, K, L):
         return tuple(np.subtract(measured(operation, B, T, *shape), measured(base, B, T, *shape)).tolist())
     return {"simultaneous": extra(simultaneous, plain, K, L), "gram": extra(gram, plain, K, L),
             "norm only": extra(norm_only, norm_plain, K, K)}
+
+
+# -- formulas: formula(method, B, T, K, L) beyond the plain gradient
+
+def model_extra(formula, shape, method, B, T):
+    norms = shape.norms() * formula("norm only", B, T, shape.width, shape.width)
+    return norms + (0 if method == "norm only" else sum(formula(method, B, T, K, L) for K, L in shape.linears()))
+
+
+def crossover(formula, shape, B=BATCH):
+    """The length from which on simultaneous costs less than gram, by bisection: gram grows with T, simultaneous does not."""
+    low, high = 0.0, 1e9
+    for _ in range(100):
+        T = (low + high) / 2
+        gram_is_less = model_extra(formula, shape, "gram", B, T) < model_extra(formula, shape, "simultaneous", B, T)
+        low, high = (T, high) if gram_is_less else (low, T)
+    return high
+
+
+def numbers(formula, own_cost, which, config_file=None):
+    """Numbers of all models and lengths: extra cost, its share of the model's own, and the crossover; and how far
+    the formula is from the count (`which` of FLOPs, bytes) of the operations of each linear layer."""
+    result, error = {}, 0.0
+    for name, shape in models(config_file).items():
+        extra = {m: [model_extra(formula, shape, m, BATCH, T) for T in LENGTHS] for m in METHODS}
+        share = {m: [e / own_cost(shape, BATCH, T) for e, T in zip(extra[m], LENGTHS)] for m in METHODS}
+        result[name] = {"layers": shape.n_layer, "width": shape.width, "crossover": crossover(formula, shape), "extra": extra,
+                        "share": share}
+        for K, L in set(shape.linears()):
+            for T in LENGTHS[::4]:  # polynomials of degree 2: three lengths settle it
+                counted = measured_extra(BATCH, T, K, L)
+                error = max(error, *(abs(formula(m, BATCH, T, K, L) / counted[m][which] - 1) for m in METHODS))
+    return {"batch": BATCH, "lengths": LENGTHS, "largest_error_of_formula": error, "models": result}
+
+
+def draw(result, path, unit, of_what):
+    figure, (total, share, cross) = style.panels(3, 16, 5)
+    for key, ax in (("extra", total), ("share", share)):
+        for color, method in zip(style.COLORS, METHODS):
+            for name, dashes in (("111M", ":"), ("1.3B", "--"), ("13B", "-")):
+                ax.plot(result["lengths"], result["models"][name][key][method], color=color, ls=dashes,
+                        label=f"{method}, {name}")
+        ax.set(yscale="log", xlabel="sequence length T")
+        style.doublings(ax)
+    total.set_title(f"Added {unit} per micro-batch of {result['batch']}")
+    share.set_title(f"Share of {of_what}")
+    share.legend(ncols=3, fontsize=8)
+    for name, m in result["models"].items():
+        cross.plot(m["width"], m["crossover"], "o", color=style.COLORS[6])
+        if name not in ("70M", "161M"):  # beside 111M there is no room
+            cross.annotate(name, (m["width"], m["crossover"]), xytext=(6, -12), textcoords="offset points")
+    cross.set(title="Length from which simultaneous costs less", xlabel="width", ylabel="crossover, tokens")
+    cross.set_yscale("log", base=2)
+    cross.margins(0.15)
+    style.doublings(cross)
+    style.plain(cross.yaxis)
+    style.save(figure, path)
+
+
+def smallest_and_largest(result):
+    return [pick(result["models"].values(), key=lambda m: m["width"]) for pick in (min, max)]
+
+
+def experiment(argv, name, doc, paper, formula, own_cost, which, finding, unit, of_what):
+    args, config = parse(argv, name, doc)
+    result = numbers(formula, own_cost, which, args.config)
+    draw(result, write(args, config, paper, finding(result), result), unit, of_what)
+    return 0

@@ -9,8 +9,7 @@ Bytes moved for per-example gradient norms (Gray et al. 2024, arXiv 2411.00999, 
 
 import sys
 
-from common import parse, write
-from flop_cost import draw, numbers
+import costs
 
 PAPER = ("The paper: simultaneous norms move fewer bytes than those of Li et al. for long sequences, more for short ones and "
          "very large models; the norm layers alone move far fewer than either.")
@@ -30,23 +29,20 @@ def model_bytes(shape, B, T):
 
 
 def finding(result):
-    models, lengths = result["models"], result["lengths"]
-    at = lengths.index(2048)
+    models, (small, large) = result["models"], costs.smallest_and_largest(result)
+    at = result["lengths"].index(2048)
     gram_wins = [name for name, m in models.items() if m["extra"]["gram"][at] < m["extra"]["simultaneous"][at]]
-    small, large = (pick(models.values(), key=lambda m: m["width"]) for pick in (min, max))
-    alone, *both = (models["111M"]["extra"][method][at] for method in ("norm only", "simultaneous", "gram"))
-    times = [m["crossover"] / m["width"] for m in (small, large)]
+    simultaneous, gram, norm = (models["111M"]["extra"][m][at] for m in costs.METHODS)
     return (f"Here: simultaneous moves fewer bytes than gram from {small['crossover']:,.0f} tokens on at width "
-            f"{small['width']}, from {large['crossover']:,.0f} at {large['width']}, {times[0]:.1f} and {times[1]:.1f} times "
-            f"the width; at T = 2048 gram moves fewer for {', '.join(gram_wins) or 'none'}; the norm layers alone add "
-            f"1/{both[0] / alone:,.0f} of what simultaneous adds and 1/{both[1] / alone:,.0f} of what gram adds at 111M.")
+            f"{small['width']}, from {large['crossover']:,.0f} at {large['width']}, "
+            f"{small['crossover'] / small['width']:.1f} and {large['crossover'] / large['width']:.1f} times the width; at "
+            f"T = 2048 gram moves fewer for {', '.join(gram_wins) or 'none'}; the norm layers alone add "
+            f"1/{simultaneous / norm:,.0f} of what simultaneous adds and 1/{gram / norm:,.0f} of what gram adds at 111M.")
 
 
 def main(argv=None):
-    args, config = parse(argv, "io_cost", __doc__)
-    result = numbers(moved, model_bytes, which=1, config_file=args.config)
-    draw(result, write(args, config, PAPER, finding(result), result), "bytes", "bytes of the model's own products")
-    return 0
+    return costs.experiment(argv, "io_cost", __doc__, PAPER, moved, model_bytes, 1, finding, "bytes",
+                            "bytes of the model's own products")
 
 
 if __name__ == "__main__":

@@ -54,6 +54,11 @@ def pyplot():
     return plt
 
 
+def panels(columns, width, height, **how):
+    """(figure, its axes side by side)"""
+    return pyplot().subplots(1, columns, figsize=(width, height), layout="constrained", **how)
+
+
 def attempt(draw, *arguments):
     """The path of a picture or, where it cannot be drawn, why not: for who has more to say than the picture shows."""
     try:

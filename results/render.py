@@ -114,7 +114,7 @@ def entry(name, heading, result, takes=None):
         lines += [result["paper"], ""]
     lines += [result["finding"], ""]
     lines += [*(f"- {note}" for note in result["notes"]), ""] if result.get("notes") else []
-    lines += ["```", result["command"], "```", ""]
+    lines += ["```", *([f"git checkout {result['tag']}"] if "tag" in result else []), result["command"], "```", ""]
     links = [f"[numbers](../results/{name}.json)"]
     picture = (ROOT / "results" / f"{name}.png").exists()
     if picture:
@@ -122,7 +122,7 @@ def entry(name, heading, result, takes=None):
     lines += [f"{', '.join(links)}. {machine(result)}." + (f" Takes {takes}." if takes else ""), ""]
     if picture and "paper" in result:
         lines += [f"![{heading.strip('# ')}](../results/{name}.png)", ""]
-    return lines
+    return lines + (TABLES[name](result) if name in TABLES else [])
 
 
 def results_page(results):
@@ -135,10 +135,7 @@ def results_page(results):
         lines += ["", f"## {section}", ""]
         lines += ["### All of it in one table", "", *speed_table(results)] if section == "Speed" else []
         for name, title in names.items():
-            if name not in results:
-                continue
             lines += entry(name, f"### {title}", results[name])
-            lines += TABLES[name](results[name]) if name in TABLES else []
     return tidy(lines)
 
 
@@ -155,177 +152,109 @@ def figures_page(results):
     lines.append("")
     for name, (title, takes) in FIGURES.items():
         lines += entry(name, f"## {title}", results[name], takes)
-        if name == "batch_schedule":
-            lines += schedule_table(results[name])
     return tidy(lines)
 
 
+def table(head, rows):
+    """Markdown's lines for a table; rows of cells."""
+    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|",
+            *(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows), ""]
+
+
+def error(own):
+    return f"{own['median_error']:.0%} (worst {own['worst_error']:.0%})" if own else "-"
+
+
+def errors(*those):
+    """Median errors in one cell."""
+    return ", ".join(f"{own['median_error']:.0%}" for own in those if own)
+
+
 def schedule_table(result):
-    lines = [f"What it took to reach {result['target']:.3f}, the worst final loss of the fixed runs:", "",
-             "| batch | tokens | steps | loss at the end |", "|---|---|---|---|"]
+    rows = []
     for name, group in result["groups"].items():
         tokens, steps = group["at_target"]["tokens"], group["at_target"]["steps"]
-        lines.append(f"| {name} | {tokens['mean'] / 1e3:.0f}k ({tokens['low'] / 1e3:.0f}k to {tokens['high'] / 1e3:.0f}k) | "
-                     f"{steps['mean']:.0f} | {group['final_val_loss']['mean']:.3f} |")
-    return [*lines, ""]
-
-
-def triton_tables(result):
-    """The norm's backward kernel: what it needs by channels, and its grid by examples and channels."""
-    before = result["before"]
-    needed = {(r["x"], r["dy"], r["C"], r["sm"]): r for r in before["kernels"] if r["kernel"] == "backward"}
-    lines = [f"Backward kernel, T = 2048. Each cell: before (commit {before['commit']}), now; the largest of sm_80, sm_90 and",
-             "sm_100.", "", "| x, dy | C | registers | spilled bytes | barriers a row |",
-             "|---|---|---|---|---|"]
-    now = {}
-    for r in result["kernels"]:
-        if r["kernel"] == "backward":
-            now.setdefault((r["x"], r["dy"], r["C"]), []).append((needed[r["x"], r["dy"], r["C"], r["sm"]], r))
-    for (x, dy, C), pairs in now.items():
-        cells = [", ".join(str(max(pair[i][key] for pair in pairs)) for i in (0, 1))
-                 for key in ("registers", "spill_bytes", "barriers_per_row")]
-        lines.append(f"| {x}, {dy} | {C} | {' | '.join(cells)} |")
-    lines += ["", f"Its grid on {result['multiprocessors']} multiprocessors:", "",
-              "| B | C | programs | programs of the second kernel | launches |", "|---|---|---|---|---|"]
-    for old, new in zip(before["backward"], result["backward"], strict=True):
-        cells = [f"{old[key]}, {new[key]}" for key in ("programs", "finish_programs", "launches")]
-        lines.append(f"| {new['B']} | {new['C']} | {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
-def attention_table(result):
-    """Time, speed, error and memory by shape."""
-    lines = ["Forward and backward. The ceiling is the speed of torch's own matrix product, which a CPU can pass.", "",
-             "| dtype | B x T, heads x size | over torch's time | GFLOP/s, ceiling | error over torch's | peak memory |",
-             "|---|---|---|---|---|---|"]
-    for r in result["shapes"]:
-        ratio, memory = r["ratios"]["torch"]["both"], r["peak_bytes"]["ours"] / r["peak_bytes"]["torch"]
-        lines.append(f"| {r['dtype']} | {r['B']} x {r['T']}, {r['heads']} x {r['size']} | {ratio['ratio']:.2f} "
-                     f"({ratio['ratio_q1']:.2f} to {ratio['ratio_q3']:.2f}) | {r['flops_per_s']['both'] / 1e9:.0f}, "
-                     f"{r['ceiling_flops_per_s'] / 1e9:.0f} | {max(r['error_over_torch'].values()):.2f} | {memory:.2f} |")
-    return [*lines, ""]
+        rows.append((name, f"{tokens['mean'] / 1e3:.0f}k ({tokens['low'] / 1e3:.0f}k to {tokens['high'] / 1e3:.0f}k)",
+                     f"{steps['mean']:.0f}", f"{group['final_val_loss']['mean']:.3f}"))
+    return [f"What it took to reach {result['target']:.3f}, the worst final loss of the fixed runs:", "",
+            *table(("batch", "tokens", "steps", "loss at the end"), rows)]
 
 
 def prediction_table(result):
-    """Median error, the bias at larger batches, and the factor, by candidate."""
-    lines = ["| noise scale | x2, x1/2 | x4, x1/4 | x8, x1/8 | longer half: x2, x4 | best factor | predictions |",
-             "|---|---|---|---|---|---|---|"]
-
-    def error(own):
-        return f"{own['median_error']:.0%} (worst {own['worst_error']:.0%})" if own else "-"
-    for key, own in result["table"].items():
-        if "best_factor" in own:
-            late = ", ".join(f"{own['second_half'][d]['median_error']:.0%}" for d in ("x2", "x4") if own["second_half"][d])
-            count = sum(own[d]["predictions"] for d in ("x2", "x4", "x8") if own[d])
-            lines.append(f"| {key} | {error(own['x2'])} | {error(own['x4'])} | {error(own['x8'])} | {late} | "
-                         f"{own['best_factor']:.2g} | {count} |")
-    return lines
+    """Errors and the best factor, by candidate."""
+    distances = ("x2", "x4", "x8")
+    rows = [(key, *(error(own[d]) for d in distances), errors(own["second_half"]["x2"], own["second_half"]["x4"]),
+             f"{own['best_factor']:.2g}", sum(own[d]["predictions"] for d in distances if own[d]))
+            for key, own in result["table"].items() if "best_factor" in own]
+    return table(("noise scale", "x2, x1/2", "x4, x1/4", "x8, x1/8", "longer half: x2, x4", "best factor", "predictions"), rows)
 
 
 def ladder_table(result):
     """The critical batch of each rung beside one run's means, then what every candidate predicts."""
     shown = ("all/coord/1", "body/coord/1", "all/coord/0", "body/coord/0", "norm/coord/1")
-    lines = [f"| rung | seeds | tokens | critical batch | {' | '.join(shown)} |", "|---" * (4 + len(shown)) + "|"]
+    rungs = []
     for own in result["rungs"]:
         critical = "not fitted"
         if own["critical"]:
             critical = f"{own['critical']:.3g} ({own['low'] or 0:.3g} to {own['high'] or math.inf:.3g})"
-        means = " | ".join(f"{own['means'][name]:.3g}" if own["means"][name] else "-" for name in shown)
-        rung, tokens = own["rung"].replace("_", " "), f"{own['tokens'] / 1e3:.0f}k"
-        lines.append(f"| {rung} | {own['seeds']} | {tokens} | {critical} | {means} |")
-    lines += ["", "| noise scale | critical over mean | spread | long over short | x2, x1/2 | x4, x1/4 | factor | with it |",
-              "|---|---|---|---|---|---|---|---|"]
-
-    def error(own):
-        return f"{own['median_error']:.0%} (worst {own['worst_error']:.0%})" if own else "-"
-    for name, own in result["table"].items():
-        both = ", ".join(f"{e['median_error']:.0%}" for e in own["errors_with_best_factor"].values() if e)
-        growth = f"{own['long_over_short']:.2g}" if own["long_over_short"] else "-"
-        ratio = f"{own['critical_over_mean']:.2g} ({own['least']:.2g} to {own['most']:.2g})"
-        lines.append(f"| {name} | {ratio} | {own['spread']:.2g} | {growth} | {error(own['errors']['x2'])} | "
-                     f"{error(own['errors']['x4'])} | {own['best_factor']:.2g} | {both} |")
-    return lines
+        rungs.append((own["rung"].replace("_", " "), own["seeds"], f"{own['tokens'] / 1e3:.0f}k", critical,
+                      *(f"{own['means'][name]:.3g}" if own["means"][name] else "-" for name in shown)))
+    candidates = [(name, f"{own['critical_over_mean']:.2g} ({own['least']:.2g} to {own['most']:.2g})", f"{own['spread']:.2g}",
+                   f"{own['long_over_short']:.2g}" if own["long_over_short"] else "-", error(own["errors"]["x2"]),
+                   error(own["errors"]["x4"]), f"{own['best_factor']:.2g}", errors(*own["errors_with_best_factor"].values()))
+                  for name, own in result["table"].items()]
+    return [*table(("rung", "seeds", "tokens", "critical batch", *shown), rungs),
+            *table(("noise scale", "critical over mean", "spread", "long over short", "x2, x1/2", "x4, x1/4", "factor",
+                    "with it"), candidates)]
 
 
 def steering_table(result):
     """Seconds to a loss over those of the best constant batch, by machine and loss; then priced."""
     kinds = ("gns", "linear", "seesaw", "8", "16", "64", "128")
-    lines = ["Seconds to a loss, over those of the best constant batch there. Whole runs, three seeds.", "",
-             f"| machine | loss | best batch | {' | '.join(kinds[:3])} | constant {' | constant '.join(kinds[3:])} |",
-             "|---" * (3 + len(kinds)) + "|"]
-
-    def row(name, own):
-        cells = [f"{1 + own['regret'][k]:.2f}" if k in own["regret"] else "-" for k in kinds]
-        return f"| {name} | {own['loss']:.2f} | {own['best']} | {' | '.join(cells)} |"
-    for name, machine in result["machines"].items():
-        lines += [row(name, own) for own in machine["losses"].values() if own["best"]]
-    lines += [row(f"t0 of {ratio} sequences, priced", own) for ratio, own in result["priced"].items() if own["best"]]
-    lines += ["", "A whole constant run on each machine, its seconds and those that steps times the time of a step make: "
-              + "; ".join(f"{name} batch {m['check']['batch']}, {m['check']['seconds']:.0f} and {m['check']['priced']:.0f}"
-                          for name, m in result["machines"].items()) + "."]
-    return [*lines, ""]
-
-
-def attack_table(result):
-    lines = [f"Each cell: before (commit {result['before']['commit']}), now.", "",
-             "| kind | tried | survived | refused | failed |", "|---|---|---|---|---|"]
-    columns = ("tried", "survived", "refused", "failed")
-    in_all = {name: {key: sum(both[name][key] for both in result["kinds"].values() if both[name]) for key in columns}
-              for name in ("before", "after")}
-    for kind, both in {**result["kinds"], "in all": in_all}.items():
-        cells = [", ".join(str(both[name][key]) if both[name] else "-" for name in ("before", "after")) for key in columns]
-        lines.append(f"| {kind.replace('_', ' ')} | {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
-def cost_table(result):
-    """Seconds, by both clocks: what waits for the disk shows in the first alone."""
-    def cell(times):
-        return f"{times['median_ms'] / 1e3:.2f} ({times['q1_ms'] / 1e3:.2f} to {times['q3_ms'] / 1e3:.2f})"
-    lines = [f"Seconds, median and quartiles of {result['rounds']} rounds; before is commit {result['before']['commit']}; a "
-             f"checkpoint of {result['checkpoint_bytes'] / 1e6:.0f} MB.", "",
-             "| | wall, before | wall, now | CPU, before | CPU, now |", "|---|---|---|---|---|"]
-    for what in dict.fromkeys(row["what"] for row in result["rows"]):
-        rows = {row["clock"]: row for row in result["rows"] if row["what"] == what}
-        lines.append(f"| {what} | " + " | ".join(cell(rows[clock][name]) for clock in ("wall", "cpu")
-                                                for name in ("before", "after")) + " |")
-    return [*lines, ""]
+    losses = [(name, own) for name, machine in result["machines"].items() for own in machine["losses"].values()]
+    losses += [(f"t0 of {ratio} sequences, priced", own) for ratio, own in result["priced"].items()]
+    rows = [(name, f"{own['loss']:.2f}", own["best"],
+             *(f"{1 + own['regret'][k]:.2f}" if k in own["regret"] else "-" for k in kinds))
+            for name, own in losses if own["best"]]
+    checks = "; ".join(f"{name} batch {m['check']['batch']}, {m['check']['seconds']:.0f} and {m['check']['priced']:.0f}"
+                       for name, m in result["machines"].items())
+    return ["Seconds to a loss, over those of the best constant batch there. Whole runs, three seeds.", "",
+            *table(("machine", "loss", "best batch", *kinds[:3], *(f"constant {k}" for k in kinds[3:])), rows),
+            "A whole constant run on each machine, its seconds and those that steps times the time of a step make: "
+            f"{checks}.", ""]
 
 
 def speed_rows(name, result):
-    """[(what, ratio or seconds, its quartiles)] of a benchmark's file."""
-    def row(what, found):
-        return what, f"{found['ratio']:.3f}", f"{found['ratio_q1']:.3f} to {found['ratio_q3']:.3f}"
-
-    def three(what, low, middle, high, unit=""):
-        return what, f"{middle:.2f}{unit}", f"{low:.2f} to {high:.2f}{unit}"
+    """[(what, ratio, its quartiles)] of a benchmark's file."""
+    def row(what, own):
+        return what, f"{own['ratio']:.3f}", f"{own['ratio_q1']:.3f} to {own['ratio_q3']:.3f}"
     if name == "kernel":
-        rows = []
-        for dtype in dict.fromkeys(shape["dtype"] for shape in result["shapes"]):
-            both = [shape["ratios"]["ours / torch"]["both"] for shape in result["shapes"] if shape["dtype"] == dtype]
-            mean = math.exp(statistics.fmean(map(math.log, both)))
-            rows.append((f"norm kernel with norms over torch's without, {dtype}, {len(both)} shapes", f"{mean:.3f}",
-                         f"shapes {min(both):.3f} to {max(both):.3f}"))
-        return rows
+        by_dtype = {}
+        for shape in result["shapes"]:
+            by_dtype.setdefault(shape["dtype"], []).append(shape["ratios"]["ours / torch"]["both"])
+        return [(f"norm kernel with norms over torch's without, {dtype}, {len(both)} shapes",
+                 f"{statistics.geometric_mean(both):.3f}", f"shapes {min(both):.3f} to {max(both):.3f}")
+                for dtype, both in by_dtype.items()]
     if name == "attention":
         return [row(f"attention over torch's, {r['dtype']}, {r['B']} x {r['T']}, {r['heads']} x {r['size']}",
                     r["ratios"]["torch"]["both"]) for r in result["shapes"]]
     if name == "tracking":
-        found = [row(f"quickstart, whole runs: {variant}, over off", own) for variant, own in result["runs"].items()
-                 if variant != "off"]
-        return [*found, row("quickstart, whole runs: tracked, over tracked without Adam's metric", result["adams_metric"])]
+        return [*(row(f"quickstart, whole runs: {variant}, over off", own) for variant, own in result["runs"].items()
+                  if variant != "off"),
+                row("quickstart, whole runs: tracked, over tracked without Adam's metric", result["adams_metric"])]
     if name.startswith(("step_against", "step_whole")):
-        whole = ", whole processes" if name == "step_whole" else ""
-        return [three(f"tokens/s over nanoGPT's, {model}, ours {result['dtypes']['ours']}, theirs {result['dtypes']['theirs']}"
-                      f"{whole}", *own["ratio"]) for model, own in result["models"].items()]
+        how = f"ours {result['dtypes']['ours']}, theirs {result['dtypes']['theirs']}"
+        how += ", whole processes" if name == "step_whole" else ""
+        return [(f"tokens/s over nanoGPT's, {model}, {how}", f"{own['ratio'][1]:.2f}",
+                 f"{own['ratio'][0]:.2f} to {own['ratio'][2]:.2f}") for model, own in result["models"].items()]
     rows, parts = [], result.get("processes", [result])
     for model, variants in parts[0]["models"].items():
         how = ", ".join(filter(None, (model, parts[0].get("dtype"), parts[0]["ranks"] > 1 and f"{parts[0]['ranks']} ranks")))
         for variant in (v for v in variants if v != "off, torch's norm"):
-            found = sorted((part["models"][model][variant] for part in parts), key=lambda own: own["ratio"])
-            what, median, quartiles = row(f"step, {how}: {variant}", found[len(found) // 2])
-            if len(found) > 1:
-                quartiles += f" ({len(found)} processes: medians {found[0]['ratio']:.3f} to {found[-1]['ratio']:.3f})"
+            each = sorted((part["models"][model][variant] for part in parts), key=lambda own: own["ratio"])
+            what, median, quartiles = row(f"step, {how}: {variant}", each[len(each) // 2])
+            if len(each) > 1:
+                quartiles += f" ({len(each)} processes: medians {each[0]['ratio']:.3f} to {each[-1]['ratio']:.3f})"
             rows.append((what, median, quartiles))
     return rows
 
@@ -338,21 +267,17 @@ SPEED = ("kernel", "attention", *(f"step_{model}_{dtype}" for model in ("quickst
 
 def speed_table(results):
     """Everything about speed that is claimed anywhere, once."""
-    lines = ["A step is over one without tracking and with torch's LayerNorm, a whole run over one without tracking, with our",
-             "kernels.", "",
-             "| what | median | quartiles | machine, date |", "|---|---|---|---|"]
+    rows = []
     for name in SPEED:
-        if name in results:
-            result = results[name]
-            where = f"{result['machine'].get('cpu', result['machine']['device'])}, {result['date']}"
-            lines += [f"| [{what}](../results/{name}.json) | {median} | {quartiles} | {where} |"
-                      for what, median, quartiles in speed_rows(name, result)]
-    return [*lines, ""]
+        m, date = results[name]["machine"], results[name]["date"]
+        rows += [(f"[{what}](../results/{name}.json)", median, quartiles, f"{m.get('cpu', m['device'])}, {date}")
+                 for what, median, quartiles in speed_rows(name, results[name])]
+    return ["A step is over one without tracking and with torch's LayerNorm, a whole run over one without tracking, with our",
+            "kernels.", "", *table(("what", "median", "quartiles", "machine, date"), rows)]
 
 
-TABLES = {"attack": attack_table, "steering": steering_table, "attention": attention_table, "never_lost_cost": cost_table,
-          "triton": triton_tables, "prediction": prediction_table,
-          "prediction_quickstart": prediction_table, "ladder": ladder_table}
+TABLES = {"steering": steering_table, "prediction": prediction_table, "prediction_quickstart": prediction_table,
+          "ladder": ladder_table, "batch_schedule": schedule_table}
 
 
 def anchor(title):

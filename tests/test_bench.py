@@ -2,16 +2,16 @@
 
 import functools
 import json
-import multiprocessing.dummy
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
 import bench
-import configurator
 import ln_kernel
+import train
 from benchmarks import against, kernel, step, tools, tracking, whole
 from model import GPT, GPTConfig
 
@@ -21,6 +21,13 @@ def tiny_models(monkeypatch):
     shape = dict(n_layer=1, n_head=1, n_embd=8, block_size=8, vocab_size=11)
     monkeypatch.setitem(tools.MODELS, "tiny", (shape, 3))
     return shape
+
+
+def benchmark(folder, monkeypatch, name, *arguments, code=None):
+    """What `bench.py name ...` writes."""
+    monkeypatch.setattr(bench.sys, "argv", ["bench.py", name, f"--out={folder}/{name}.json", *arguments])
+    assert bench.main() == code
+    return json.loads((folder / f"{name}.json").read_text())
 
 
 def test_every_variant_takes_its_turn_in_every_round():
@@ -33,42 +40,12 @@ def test_every_variant_takes_its_turn_in_every_round():
 
 
 def test_step_reports_every_variant_and_its_ratio(tiny_models, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", "--models=tiny", "--seconds=0", "--rounds=3",
-                                            f"--out={tmp_path}/step.json"])
-    bench.main()
-    report = json.load(open(tmp_path / "step.json"))
+    report = benchmark(tmp_path, monkeypatch, "step", "--models=tiny", "--seconds=0", "--rounds=3")
     rows = report["models"]["tiny"]
     assert {"off, torch's norm", "off", "norm", "exact"} <= rows.keys() and "bench.py step" in report["command"]
     assert rows["off, torch's norm"]["ratio"] == 1.0 and all(r["n"] == 3 and r["peak_bytes"] > 0 for r in rows.values())
     assert rows["norm"]["peak_bytes"] <= 1.001 * rows["off, torch's norm"]["peak_bytes"] + 4096
     assert "norm" in capsys.readouterr().out
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-def test_the_models_compared_compute_the_same_thing(tiny_models):
-    """Plain modules with the weights of ours give the same loss, and torch.func's norms are the exact mode's."""
-    torch.manual_seed(0)
-    ours, plain = GPT(GPTConfig(tie_weights=False, **tiny_models)), step.PlainGPT(**tiny_models)
-    names = {"ln_1": "ln_1", "c_attn": "attn.c_attn", "proj": "attn.c_proj", "ln_2": "ln_2", "c_fc": "mlp.c_fc",
-             "out": "mlp.c_proj"}
-    state = ours.state_dict()
-    renamed = {"wte.weight": state["wte.weight"], "wpe.weight": state["wpe.weight"], "head.weight": state["lm_head.weight"]}
-    renamed |= {f"ln_f.{k}": state[f"ln_f.{k}"] for k in ("weight", "bias")}
-    renamed |= {f"blocks.0.{a}.{k}": state[f"h.0.{b}.{k}"] for a, b in names.items() for k in ("weight", "bias")}
-    plain.load_state_dict(renamed)
-    x, y = tools.batch_of(tiny_models, 3)
-    probes = torch.zeros(len(ours.probe_sites("exact")), 2, 3, requires_grad=True)
-    loss = ours(x, y, probes=probes)[1]
-    loss.backward()
-
-    def one(values, idx, target):
-        logits = torch.func.functional_call(plain, values, (idx[None],))
-        return torch.nn.functional.cross_entropy(logits[0], target)
-
-    values = {n: p.detach() for n, p in plain.named_parameters()}
-    per_sample = torch.func.vmap(torch.func.grad(one), in_dims=(None, 0, 0))(values, x, y)
-    torch.testing.assert_close(plain(x).flatten(0, 1), ours(x, y)[0].flatten(0, 1), rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(probes.grad.sum((0, 1)) * 9, step.sample_norms(per_sample.values()), rtol=1e-4, atol=0)
 
 
 def test_peak_bytes_sees_what_a_step_allocates_and_gives_back():
@@ -130,16 +107,8 @@ class GPT(nn.Module):
 '''
 
 
-def run_against(path, out, monkeypatch):
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", f"--against={path}", "--models=tiny", "--seconds=0",
-                                            "--rounds=2", f"--out={out}"])
-    return bench.main()
-
-
-@pytest.fixture
-def tiny_bench(monkeypatch):
-    shape = dict(n_layer=2, n_head=2, n_embd=8, block_size=8, vocab_size=11)
-    monkeypatch.setitem(tools.MODELS, "tiny", (shape, 3))
+def run_against(path, monkeypatch, code=None):
+    return benchmark(path, monkeypatch, "step", f"--against={path}", "--models=tiny", "--seconds=0", "--rounds=2", code=code)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -174,26 +143,24 @@ def test_whole_processes_are_timed_by_their_own_words_without_the_first_steps(ti
     (tmp_path / "model.py").write_text(STAND_IN.replace("SCALE", "1"))
     (tmp_path / "train.py").write_text(THEIR_TRAIN)
     monkeypatch.setattr(whole, "STEPS", 8)
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", f"--against={tmp_path}", "--whole", "--models=tiny",
-                                            "--rounds=1", "--dtype=float32", f"--out={tmp_path}/w.json"])
-    assert bench.main() == 0
-    row = json.load(open(tmp_path / "w.json"))["models"]["tiny"]
+    arguments = (tmp_path, monkeypatch, "step", f"--against={tmp_path}", "--whole", "--models=tiny", "--rounds=1",
+                 "--dtype=float32")
+    row = benchmark(*arguments, code=0)["models"]["tiny"]
     (ours,), (theirs,) = row["mean_ms_of_each_process"]["ours"], row["mean_ms_of_each_process"]["theirs"]
     assert theirs == 100 and ours > 0 and row["ratio"][1] == pytest.approx(100 / ours) and row["steps_of_a_process"] == 3
     assert "whole processes in turn, 1 of each" in capsys.readouterr().out
     (tmp_path / "train.py").write_text("raise SystemExit('no data')")
     with pytest.raises(SystemExit):
-        bench.main()
+        benchmark(*arguments)
     assert "train.py ended with 1: no data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scale, code", [("1", 0), ("3", 1)])
-def test_against_times_both_in_turns_and_tells_whether_the_losses_agree(tiny_bench, tmp_path, monkeypatch, capfd, scale, code):
+def test_against_times_both_in_turns_and_tells_whether_the_losses_agree(tiny_models, tmp_path, monkeypatch, capfd, scale, code):
     if code:  # threads in place of processes, which once is enough to start
-        monkeypatch.setattr("multiprocessing.get_context", lambda _: multiprocessing.dummy)
+        monkeypatch.setattr(against, "worker", lambda: ThreadPoolExecutor(1))
     (tmp_path / "model.py").write_text(STAND_IN.replace("SCALE", scale))
-    assert run_against(tmp_path, tmp_path / "a.json", monkeypatch) == code
-    report = json.load(open(tmp_path / "a.json"))
+    report = run_against(tmp_path, monkeypatch, code)
     row = report["models"]["tiny"]
     assert row["ours"]["n"] == row["theirs"]["n"] == 2 and len(row["losses"]["ours"]) == 5
     assert row["ratio"][0] <= row["ratio"][1] <= row["ratio"][2] and row["losses_agree"] == (code == 0)
@@ -205,11 +172,11 @@ def test_against_times_both_in_turns_and_tells_whether_the_losses_agree(tiny_ben
 
 @pytest.mark.parametrize("text, words", [
     (None, "there is no model.py"), ("import nowhere_to_be_found", "does not import"), ("class GPT: pass", "has no GPTConfig")])
-def test_what_is_no_checkout_is_one_clear_line(tiny_bench, tmp_path, monkeypatch, capsys, text, words):
+def test_what_is_no_checkout_is_one_clear_line(tiny_models, tmp_path, monkeypatch, capsys, text, words):
     if text is not None:
         (tmp_path / "model.py").write_text(text)
     with pytest.raises(SystemExit) as e:
-        run_against(tmp_path, tmp_path / "a.json", monkeypatch)
+        run_against(tmp_path, monkeypatch)
     message = capsys.readouterr().err
     assert e.value.code == 2 and words in message and message.startswith("error: --against=") and message.count("\n") == 1
 
@@ -219,9 +186,7 @@ def test_what_is_no_checkout_is_one_clear_line(tiny_bench, tmp_path, monkeypatch
 def test_kernel_compares_with_torch_and_with_copies_warm_and_from_memory(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(kernel, "SHAPES", [(2, 3, 64), (1, 4, 2048), (2, 700, 2048)])
     monkeypatch.setattr(kernel, "CACHES", 1 << 20)  # the second shape fits, the third does not, in either dtype
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "kernel", "--seconds=0", f"--out={tmp_path}/kernel.json"])
-    bench.main()
-    report = json.load(open(tmp_path / "kernel.json"))
+    report = benchmark(tmp_path, monkeypatch, "kernel", "--seconds=0")
     assert [s["dtype"] for s in report["shapes"]] == 3 * ["float32"] + 3 * ["bfloat16"]
     for s in report["shapes"]:
         times, ratios = s["times"], s["ratios"]
@@ -302,18 +267,9 @@ def test_processes_are_pooled_by_their_medians(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(step.subprocess, "run", run)
     monkeypatch.setattr(step, "write_json", lambda path, report: json.dump(report, open(path, "w")))
     monkeypatch.setitem(tools.MODELS, "tiny", None)
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", "--models=tiny", "--processes=3",
-                                            f"--out={tmp_path}/step.json"])
-    assert not bench.main()
+    report = benchmark(tmp_path, monkeypatch, "step", "--models=tiny", "--processes=3")
     assert "tiny, norm: median 1.000 of 3 processes' medians, 0.900 to 1.200" in capsys.readouterr().out
-    assert json.load(open(tmp_path / "step.json"))["ratios"]["tiny"]["norm"] == [0.9, 1.2, 1.0]
-
-
-def test_other_packages_are_compared_in_float32_only(tiny_models, monkeypatch, capsys):
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "step", "--models=tiny", "--others", "--dtype=bfloat16"])
-    with pytest.raises(SystemExit):
-        bench.main()
-    assert "--dtype=float32" in capsys.readouterr().err
+    assert report["ratios"]["tiny"]["norm"] == [0.9, 1.2, 1.0]
 
 
 def test_a_benchmarked_step_is_charged_for_the_averages(tiny_models):
@@ -341,10 +297,7 @@ def test_watch_reports_every_variant_against_plain_with_memory(tmp_path, monkeyp
     from benchmarks import watch
     for name, value in dict(B=2, T=8, LAYERS=1, VOCABULARY=16).items():
         monkeypatch.setattr(watch, name, value)
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "watch", "--seconds=0", "--rounds=3", "--widths=8",
-                                            f"--out={tmp_path}/watch.json"])
-    bench.main()
-    report = json.load(open(tmp_path / "watch.json"))
+    report = benchmark(tmp_path, monkeypatch, "watch", "--seconds=0", "--rounds=3", "--widths=8")
     assert [row["model"] for row in report["models"]] == ["gpt2", "llama"] and "more with watch on average" in report["finding"]
     for row in report["models"]:
         assert row["plain"]["n"] == 3 and all(row[name]["peak_mb"] > 0 for name in ("plain", "tap", "sampled", "fused"))
@@ -353,15 +306,15 @@ def test_watch_reports_every_variant_against_plain_with_memory(tmp_path, monkeyp
 
 
 def test_tracking_times_whole_runs_in_turn(tmp_path, monkeypatch, capsys, tiny_args):
-    monkeypatch.setattr(bench.sys, "argv", ["bench.py", "tracking", "--rounds=2", f"--out={tmp_path}/t.json", "--",
-                                            *(a for a in tiny_args() if not a.startswith("--out_dir"))])
-    bench.main()
-    report = json.load(open(tmp_path / "t.json"))
+    def here(command, name):
+        assert train.main(command[2:]) == 0
+    monkeypatch.setattr(tracking, "process", here)
+    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    report = benchmark(tmp_path, monkeypatch, "tracking", "--rounds=2", "--", *(
+        a for a in tiny_args() if not a.startswith("--out_dir")))
     assert list(report["runs"]) == list(tracking.VARIANTS)
     assert all(len(own["seconds"]) == 2 and min(own["seconds"]) > 0 for own in report["runs"].values())
-    off, without, tracked, exact = (own["seconds"] for own in report["runs"].values())
+    off, without, tracked, _ = (own["seconds"] for own in report["runs"].values())
     assert report["runs"]["tracked"]["ratio"] == pytest.approx(np.median(np.divide(tracked, off)))
     assert report["adams_metric"]["ratio"] == pytest.approx(np.median(np.divide(tracked, without)))
     assert "round 2 of 2: tracked" in capsys.readouterr().out
-    assert all(key in configurator.FIELDS for own in tracking.VARIANTS.values() for key in (a[2:].split("=")[0] for a in own))
-    assert len({tuple(own) for own in tracking.VARIANTS.values()}) == 4

@@ -98,15 +98,6 @@ def test_a_result_without_a_title_is_refused(tmp_path):
         render.load(tmp_path)
 
 
-def test_the_attack_is_a_table_of_before_and_now_with_a_sum():
-    row = {"tried": 3, "survived": 1, "refused": 0, "failed": 2}
-    kinds = {"kills_in_writes": {"before": row, "after": {**row, "survived": 3, "failed": 0}},
-             "new": {"before": None, "after": row}}
-    lines = render.attack_table({"before": {"commit": "abc"}, "kinds": kinds})
-    assert "| kills in writes | 3, 3 | 1, 3 | 0, 0 | 2, 0 |" in lines and "| new | -, 3 | -, 1 | -, 0 | -, 2 |" in lines
-    assert "| in all | 3, 6 | 1, 4 | 0, 0 | 2, 2 |" in lines
-
-
 def test_speed_has_one_row_for_all_processes_of_a_measurement():
     def process(ratio):
         return {"ranks": 1, "dtype": "bfloat16", "models": {"char": {

@@ -68,12 +68,12 @@ def test_model_flops_are_those_of_the_model():
 def test_the_crossover_is_where_costs_are_equal():
     shape = costs.Shape(2, 256)
     for formula in (flop_cost.flops, io_cost.moved):
-        T = flop_cost.crossover(formula, shape)
-        gram, simultaneous = (flop_cost.model_extra(formula, shape, m, 8, T) for m in ("gram", "simultaneous"))
+        T = costs.crossover(formula, shape)
+        gram, simultaneous = (costs.model_extra(formula, shape, m, 8, T) for m in ("gram", "simultaneous"))
         assert gram == pytest.approx(simultaneous, rel=1e-6)
     # one square layer without a head: 3 C^2 = 4 C T^2 in FLOPs to leading order
     one = type("One", (), {"width": 4096, "linears": lambda self: [(4096, 4096)], "norms": lambda self: 0})()
-    assert flop_cost.crossover(flop_cost.flops, one) == pytest.approx(math.sqrt(0.75 * 4096), rel=1e-3)
+    assert costs.crossover(flop_cost.flops, one) == pytest.approx(math.sqrt(0.75 * 4096), rel=1e-3)
 
 
 def test_cost_experiments_report_models_lengths_and_crossovers(tiny, monkeypatch):

@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from benchmarks import gpu, kernel, overlap, tools
+from benchmarks import kernel, overlap, tools
 from trainer import hardware
 
 
@@ -70,6 +70,6 @@ def test_overlap_needs_two_processes(capsys):
 
 def test_the_first_error_is_quoted_and_not_what_torchrun_says_after_it():
     said = "W1118 a warning\n[rank0]: Traceback (most recent call last):\n[rank0]: ValueError: no such thing\n" + 88 * "noise\n"
-    assert gpu.complaint(said) == "[rank0]: ValueError: no such thing"
-    assert gpu.complaint("error: batch_size=3: too small\nmore") == "error: batch_size=3: too small"
-    assert gpu.complaint("") == ""
+    assert tools.complaint(said) == "[rank0]: ValueError: no such thing"
+    assert tools.complaint("error: batch_size=3: too small\nmore") == "error: batch_size=3: too small"
+    assert tools.complaint("") == ""

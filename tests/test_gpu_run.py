@@ -88,7 +88,7 @@ if INTERPRETING:
         def here(command, **options):   # one process is this one: half a minute less
             if gpu.tools.TRAIN not in command or "torch.distributed.run" in command:
                 return real(command, **options)
-            return types.SimpleNamespace(returncode=train.main(command[2:]), stderr="")
+            return types.SimpleNamespace(returncode=train.main(command[2:]), stdout="", stderr="")
         monkeypatch.setattr(subprocess, "run", here)
 
     def failed(name):
