@@ -13,7 +13,7 @@ import dataclasses
 import math
 
 from rightbatch import gns
-from rightbatch.tracker import named
+from rightbatch.common import named
 
 TUNED = "Assumes a learning rate tuned for each batch size."
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from rightbatch import per_example, rows, taps
-from rightbatch.moments import is_dtensor
+from rightbatch.common import is_dtensor
 from rightbatch.passes import AGAIN, in_backward
 from rightbatch.recognise import WatchError
 

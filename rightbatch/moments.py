@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from rightbatch import rows
+from rightbatch.common import is_dtensor, whole
 from rightbatch.metric import adam_metric
 
 
@@ -54,14 +55,6 @@ class Moments:
         if getattr(step, "device", None) != moments.device:  # on the host: a copy would wait for the device, a number does not
             step = torch.full((), float(step), device=moments.device)
         return adam_metric([moments], step, group["betas"][1], group["eps"])[0]
-
-
-def is_dtensor(t):
-    return hasattr(t, "placements")
-
-
-def whole(v):
-    return v.full_tensor() if is_dtensor(v) else v
 
 
 def rows_of(wanted):

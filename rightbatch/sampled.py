@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 from rightbatch import moments, rows, taps
+from rightbatch.common import is_dtensor
 from rightbatch.exact import OWN_FORWARD, body_of, kind_of
-from rightbatch.moments import is_dtensor
 from rightbatch.passes import AGAIN, in_backward
 from rightbatch.recognise import WatchError
 

@@ -28,7 +28,7 @@ import time
 import torch
 
 from rightbatch import gns
-from rightbatch.tracker import named
+from rightbatch.common import named
 
 WARM_UP = 3  # steps of each kind that a process does not count: memory, threads and compilers are cold
 REHEARSALS, REHEARSE_EVERY = 3, 500  # at first, then one in so many steps: half a per cent of them

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 from rightbatch import gns, rows
+from rightbatch.common import local, named
 from rightbatch.metric import weighted_sq
 
 # rows of the probes that hold squared norms, and the name of |G|^2 in the record: plain, and in the optimizer's metric
@@ -269,18 +270,3 @@ def scale_row(scales):
         row |= named(f"gns/{name}", interval and (scale.gns, *interval))
         row |= {f"gns/{name}_sq_norm": scale.sq_norm, f"gns/{name}_tr_sigma": scale.tr_sigma}
     return row
-
-
-def named(key, estimate):
-    """{key, key_low, key_high} of (value, low, high), or of None."""
-    return dict(zip((key, f"{key}_low", f"{key}_high"), estimate or (None, None, None)))
-
-
-def crossed(before, after, every):
-    """Whether a multiple of `every` lies above `before` and not above `after`."""
-    return every > 0 and after // every > before // every
-
-
-def local(tensor):
-    """This process's part of a sharded tensor, the tensor itself if it is none."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -23,15 +23,16 @@ import torch
 import torch.distributed as dist
 
 from rightbatch import gns, inputs, rows, step_time, taps
+from rightbatch.common import is_dtensor, named, whole
 from rightbatch.decision import Cost, Decision
 from rightbatch.exact import Exact
 from rightbatch.fuse import fuse, unfuse
-from rightbatch.moments import Moments, is_dtensor, whole
+from rightbatch.moments import Moments
 from rightbatch.passes import AGAIN, Pass, in_backward, in_function, in_transform, on_stack
 from rightbatch.recognise import WatchError
 from rightbatch.sampled import Sampled
 from rightbatch.sites import MIXES, check_model, find_sites, skips
-from rightbatch.tracker import named, scale_row
+from rightbatch.tracker import scale_row
 
 FETCH = 512     # steps that may wait on the device when nobody asks for a report
 LONGEST = 4096  # moments of a step that are kept: more only where no step is ever closed

@@ -24,7 +24,7 @@ FSDP never forms a micro-batch's gradient whole: there coherence and *_after_k a
 import torch
 from torch.autograd.graph import register_multi_grad_hook
 
-from rightbatch.tracker import local
+from rightbatch.common import local
 
 
 class GradStats:

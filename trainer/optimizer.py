@@ -16,8 +16,8 @@ To add one: a function that returns torch optimizers, in OPTIMIZERS.
 
 import torch
 
+from rightbatch.common import local
 from rightbatch.metric import adam_metric
-from rightbatch.tracker import local
 
 
 def adamw(model, config):

@@ -18,8 +18,8 @@ import numpy as np
 import configurator
 import gns
 from configurator import ConfigError
+from rightbatch.common import named
 from rightbatch.decision import TUNED, Cost, right_batch
-from rightbatch.tracker import named
 from trainer import log
 from trainer.curves import curve, reach
 from trainer.noise_scale import source

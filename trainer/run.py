@@ -12,7 +12,7 @@ import torch
 
 from configurator import ConfigError
 from rightbatch import step_time
-from rightbatch.tracker import crossed, named
+from rightbatch.common import crossed, named
 from system import files
 from trainer import busy, checkpoint, hardware, log, noise_scale, resume, summary
 from trainer.step import to_host

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 
 from rightbatch import step_time
+from rightbatch.common import local
 from rightbatch.crosscheck import CrossCheck
 from rightbatch.metric import adam_metric
 from rightbatch.rows import picked, tables
-from rightbatch.tracker import Tracker, local, scale_row
+from rightbatch.tracker import Tracker, scale_row
 from trainer import hardware
 from trainer.grad_stats import GradStats
 from trainer.optimizer import Optimizer

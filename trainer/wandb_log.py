@@ -26,7 +26,7 @@ import threading
 
 import schedule
 from configurator import ConfigError
-from rightbatch.tracker import named
+from rightbatch.common import named
 from system import files
 from trainer import checkpoint, log, log_keys, noise_scale, predict
 
