@@ -28,7 +28,6 @@ RESULTS = {
     "One run instead of a sweep": {
         "prediction": "Tokens and steps of other batches, predicted from one run: 3 layers x 96",
         "prediction_quickstart": "The same for the quickstart's model, 4 layers x 128",
-        "critical_batch": "Three answers: what is the critical batch size?",
         "ladder": "Which noise scale to go by: a ladder of vocabularies",
         "ladder_runs": "The runs of the ladder",
         "steering": "Steering by the noise scale, in real seconds, on four machines",
@@ -44,7 +43,6 @@ RESULTS = {
         "step_ranks": "Training step under DDP",
         "step_quickstart_adam": "Adam's metric, and calibration in it",
         "tracking": "Whole runs, tracked and not",
-        "step_others": "Exact mode against per-sample gradients of others",
         "watch": "watch in GPT-2 and Llama of Hugging Face",
     },
     "Speed": {
@@ -78,7 +76,6 @@ FIGURES = {  # title, time on two quiet cores
     "norm_predicts_wikitext2": ("The same with 12M parameters and GPT-2's vocabulary", "13 min"),
     "kernel_speed": ("Kernel speed (Fig. 8)", "30 s"),
     "batch_schedule": ("Batch schedule (Fig. 9)", "8 min"),
-    "lr_tuning": ("Learning rate at constant FLOPs (Fig. 14)", "3 min"),
 }
 
 BY = "This page is written from `results/*.json` by `python results/render.py`: change those, not it."
@@ -261,7 +258,7 @@ def speed_rows(name, result):
 
 SPEED = ("kernel", "attention", *(f"step_{model}_{dtype}" for model in ("quickstart", "char", "111m")
                                   for dtype in ("bfloat16", "float32")),
-         "step_quickstart_adam", "tracking", "step_attention", "step_ranks", "step_others", "step_against_char",
+         "step_quickstart_adam", "tracking", "step_attention", "step_ranks", "step_against_char",
          "step_against_111m", "step_whole")
 
 

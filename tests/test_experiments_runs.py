@@ -11,10 +11,8 @@ from tests.helpers import ROOT
 
 sys.path.insert(0, os.path.join(ROOT, "experiments"))
 
-import lr_tuning  # noqa: E402
 import temperature  # noqa: E402
 
-import configurator  # noqa: E402
 from trainer import log  # noqa: E402
 
 
@@ -68,43 +66,3 @@ def test_the_window_starts_late_and_the_exponent_is_that_of_the_numbers():
     (None, (0.02, -0.1, 0.14), "undetermined")])
 def test_temperature_says_what_moved(rate, batch, words):
     assert words in temperature.finding({"learning rate": rate, "batch": batch})
-
-
-# -- lr_tuning.py
-
-def test_learning_rates_are_tuned_at_the_same_flops(tiny, tmp_path):
-    result = tiny(lr_tuning, "--seeds", "1")
-    assert len(tiny.runs) == 15 and [s["n_embd"] for s in result["sizes"]] == [12, 16, 20]
-    assert [s["flops"] for s in result["sizes"]] == pytest.approx(3 * [result["sizes"][1]["flops"]], rel=2e-3)
-    assert result["sizes"][0]["tokens"] > result["sizes"][1]["tokens"] == 640 > result["sizes"][2]["tokens"]
-    for size in result["sizes"]:
-        for rate, loss in zip(result["learning_rates"], size["losses"]):
-            rows = log.read(tmp_path / "out" / f"width{size['n_embd']}_lr{rate:.3g}_seed0")
-            assert loss == rows[-1]["val/loss"] and max(r.get("lr", 0) for r in rows) <= rate
-        assert size["best"]["loss"] <= min(size["losses"])
-
-
-def test_the_siblings_of_the_111m_config_are_the_papers():
-    config = configurator.parse([os.path.join(ROOT, "config", "gpt_111m.py")])
-    assert [(s["n_head"], s["n_embd"]) for s in lr_tuning.siblings(config, 50257)] == [(9, 576), (12, 768), (15, 960)]
-
-
-def test_the_optimum_is_the_parabolas_or_the_end_of_the_range():
-    rates = [0.001, 0.002, 0.004, 0.008]
-    best = lr_tuning.optimum(rates, [2 + math.log(r / 0.003)**2 for r in rates])
-    assert best["learning_rate"] == pytest.approx(0.003) and best["loss"] == pytest.approx(2) and best["inside"]
-    assert lr_tuning.optimum(rates, [4, 3, 2, 1]) == {"learning_rate": 0.008, "loss": 1, "inside": False}
-    diverged = lr_tuning.optimum(rates, [4, 3, 2, float("nan")])
-    assert diverged == {"learning_rate": 0.004, "loss": 2, "inside": True}, "a run that diverged is no neighbour for a parabola"
-
-
-def test_lr_tuning_says_which_size_and_which_way():
-    def sizes(losses, rates, inside=True, spread=None):
-        return [{"parameters": p, "tokens": 1e6, "spread": spread, "best": {"loss": v, "learning_rate": r, "inside": inside}}
-                for p, v, r in zip((70, 111, 161), losses, rates)]
-    assert "the middle is best, and the best learning rate falls with size, by x 4.00" in lr_tuning.finding(
-        sizes((2.1, 2.0, 2.2), (0.004, 0.002, 0.001)))
-    text = lr_tuning.finding(sizes((2.1, 2.0, 1.9), (0.001, 0.002, 0.004), spread=0.02))
-    assert "the largest is best" in text and "rises with size" in text and "seeds by up to 0.020" in text
-    assert "no order" in lr_tuning.finding(sizes((1.9, 2.0, 2.1), (0.001, 0.004, 0.002)))
-    assert "a wider one is needed" in lr_tuning.finding(sizes((1.9, 2.0, 2.1), (1, 1, 1), inside=False))

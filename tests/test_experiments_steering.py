@@ -1,4 +1,4 @@
-"""steering.py and critical_batch.py: arithmetic on runs that follow the theory, and both experiments on a model of seconds."""
+"""steering.py: arithmetic on runs that follow the theory, and the experiment on a model of seconds."""
 
 import json
 import math
@@ -12,7 +12,6 @@ from tests.helpers import ROOT
 sys.path.insert(0, os.path.join(ROOT, "experiments"))
 
 import common  # noqa: E402
-import critical_batch  # noqa: E402
 import hosts  # noqa: E402
 import prediction  # noqa: E402
 import priced  # noqa: E402
@@ -137,22 +136,3 @@ def test_one_bad_seed_does_not_make_a_batch_look_bad_and_a_lone_best_is_said(end
     assert found["bracketed"]
     ends[64] = [(n, [9.0 - i] * 3) for i, (n, _) in enumerate(ends[64])]  # never came so far
     assert not steering.compared(steered, ends, times, Config())["bracketed"]
-
-
-def test_the_curve_through_runs_that_follow_the_theory_has_their_critical_batch(ends, monkeypatch):
-    monkeypatch.setattr(critical_batch, "SOURCE", 16)
-    found = critical_batch.curves({b: own for b, own in ends.items() if b <= 128}, BLOCK)
-    inside = [f for f in found if "critical" in f]
-    assert len(inside) >= 3 and all(f["critical"] == pytest.approx(NOISE, rel=0.05) for f in inside)
-
-
-def test_the_critical_batch_experiment_gives_all_three_answers(tiny, tiny_data, tmp_path, monkeypatch):
-    for name, value in (("POINTS", (0.3,)), ("FACTORS", "1,2"), ("WINDOW", 0.5)):
-        monkeypatch.setattr(critical_batch, name, value)
-    monkeypatch.setattr(prediction, "LENGTHS", (1.0, 2.0))
-    monkeypatch.setattr(prediction, "taken", lambda ends, loss: ends[1][0])
-    written(tmp_path, dataset=str(tiny_data), max_tokens=5120)
-    result = tiny(critical_batch, "--jobs", "1", "--max_tokens=5120")
-    (probe,) = result["probes"]
-    assert probe["batch_size"] == 16 and [b["factor"] for b in probe["branches"]] == [1, 2]
-    assert set(result["noise"]) == set(critical_batch.KEYS) and result["curve"]
