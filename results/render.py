@@ -10,8 +10,6 @@ the same name, and, where a published figure was checked, paper and holds. A new
 """
 
 import json
-import math
-import statistics
 import sys
 from pathlib import Path
 
@@ -81,9 +79,18 @@ FIGURES = {  # title, time on two quiet cores
 BY = "This page is written from `results/*.json` by `python results/render.py`: change those, not it."
 
 
+class Numbers(dict):
+    """A JSON object whose numbers as keys may be asked for as numbers, as a format does."""
+
+    def __missing__(self, key):
+        if isinstance(key, int):
+            return self[str(key)]
+        raise KeyError(key)
+
+
 def load(folder):
     """{name: result} of all files, checked."""
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    results = {path.stem: json.loads(path.read_text(), object_hook=Numbers) for path in sorted(folder.glob("*.json"))}
     titled = {name for names in RESULTS.values() for name in names} | set(FIGURES)
     for name, result in results.items():
         missing = [key for key in ("command", "machine", "finding") if not result.get(key)]
@@ -119,7 +126,7 @@ def entry(name, heading, result, takes=None):
     lines += [f"{', '.join(links)}. {machine(result)}." + (f" Takes {takes}." if takes else ""), ""]
     if picture and "paper" in result:
         lines += [f"![{heading.strip('# ')}](../results/{name}.png)", ""]
-    return lines + (TABLES[name](result) if name in TABLES else [])
+    return lines + tables(name, result)
 
 
 def results_page(results):
@@ -130,7 +137,6 @@ def results_page(results):
              "are at the git tag studies-2026-11; LOG.md says what each showed."]
     for section, names in RESULTS.items():
         lines += ["", f"## {section}", ""]
-        lines += ["### All of it in one table", "", *speed_table(results)] if section == "Speed" else []
         for name, title in names.items():
             lines += entry(name, f"### {title}", results[name])
     return tidy(lines)
@@ -152,129 +158,70 @@ def figures_page(results):
     return tidy(lines)
 
 
-def table(head, rows):
-    """Markdown's lines for a table; rows of cells."""
-    return [f"| {' | '.join(head)} |", "|---" * len(head) + "|",
-            *(f"| {' | '.join(str(cell) for cell in row)} |" for row in rows), ""]
+# {file: [(sentence above the table, path to its rows, {head: cell})]}; * in a path is every key. A cell is a format of the values
+# of the row, {0} and {1} are the keys on the way to it; what is missing or null there is a "-".
+WORST = "{KEY[median_error]:.0%} (worst {KEY[worst_error]:.0%})"
+PREDICTION = [("", "table/*", {
+    "noise scale": "{0}", **{head: WORST.replace("KEY", key) for head, key in (
+        ("x2, x1/2", "x2"), ("x4, x1/4", "x4"), ("x8, x1/8", "x8"))},
+    "longer half: x2, x4": "{second_half[x2][median_error]:.0%}, {second_half[x4][median_error]:.0%}",
+    "best factor": "{best_factor:.2g}", "predictions": "{x2[predictions]}, {x4[predictions]}, {x8[predictions]}"})]
+REGRET = {"loss": "{loss:.2f}", "best batch": "{best}", **{
+    kind: "{regret[KEY]:+.0%}".replace("KEY", kind.split()[-1]) for kind in (
+        "gns", "linear", "seesaw", "constant 8", "constant 16", "constant 64", "constant 128")}}
+TABLES = {
+    "prediction": PREDICTION, "prediction_quickstart": PREDICTION,
+    "ladder": [
+        ("", "rungs/*", {"rung": "{rung}", "seeds": "{seeds}", "tokens": "{tokens:,}", "critical batch": "{critical:.3g}",
+                         "95%": "{low:.3g} to {high:.3g}",
+                         **{name: "{means[KEY]:.3g}".replace("KEY", name) for name in (
+                             "all/coord/1", "body/coord/1", "all/coord/0", "body/coord/0", "norm/coord/1")}}),
+        ("", "table/*", {"noise scale": "{0}", "critical over mean": "{critical_over_mean:.2g} ({least:.2g} to {most:.2g})",
+                         "spread": "{spread:.2g}", "long over short": "{long_over_short:.2g}",
+                         "x2, x1/2": WORST.replace("KEY", "errors[x2]"), "x4, x1/4": WORST.replace("KEY", "errors[x4]"),
+                         "factor": "{best_factor:.2g}",
+                         "with it": "{errors_with_best_factor[x2][median_error]:.0%}, "
+                                    "{errors_with_best_factor[x4][median_error]:.0%}"})],
+    "steering": [
+        ("Seconds to a loss, over those of the best constant batch there. Whole runs, three seeds.", "machines/*/losses/*",
+         {"machine": "{0}", **REGRET}),
+        ("Priced on machines that we do not have.", "priced/*", {"t0, in sequences": "{0}", **REGRET}),
+        ("A whole constant run on each machine: its seconds, and those that steps times the time of a step make.", "machines/*",
+         {"machine": "{0}", "batch": "{check[batch]}", "seconds": "{check[seconds]:.0f}", "made": "{check[priced]:.0f}"})],
+    "batch_schedule": [
+        ("What it took to reach the worst final loss of the fixed runs.", "groups/*",
+         {"batch": "{0}", "tokens": "{at_target[tokens][mean]:,.0f} ({at_target[tokens][low]:,.0f} to "
+          "{at_target[tokens][high]:,.0f})", "steps": "{at_target[steps][mean]:.0f}",
+          "loss at the end": "{final_val_loss[mean]:.3f}"})]}
 
 
-def error(own):
-    return f"{own['median_error']:.0%} (worst {own['worst_error']:.0%})" if own else "-"
+def rows_at(value, path, keys=()):
+    """[(keys on the way, row)] of a path."""
+    if not path:
+        return [(keys, value)]
+    name, *rest = path
+    if name != "*":
+        return rows_at(value[name], rest, keys)
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    return [row for key, own in pairs for row in rows_at(own, rest, (*keys, key))]
 
 
-def errors(*those):
-    """Median errors in one cell."""
-    return ", ".join(f"{own['median_error']:.0%}" for own in those if own)
+def cell(text, keys, row):
+    try:
+        return text.format(*keys, **row)
+    except (KeyError, TypeError):  # nothing was measured there
+        return "-"
 
 
-def schedule_table(result):
-    rows = []
-    for name, group in result["groups"].items():
-        tokens, steps = group["at_target"]["tokens"], group["at_target"]["steps"]
-        rows.append((name, f"{tokens['mean'] / 1e3:.0f}k ({tokens['low'] / 1e3:.0f}k to {tokens['high'] / 1e3:.0f}k)",
-                     f"{steps['mean']:.0f}", f"{group['final_val_loss']['mean']:.3f}"))
-    return [f"What it took to reach {result['target']:.3f}, the worst final loss of the fixed runs:", "",
-            *table(("batch", "tokens", "steps", "loss at the end"), rows)]
-
-
-def prediction_table(result):
-    """Errors and the best factor, by candidate."""
-    distances = ("x2", "x4", "x8")
-    rows = [(key, *(error(own[d]) for d in distances), errors(own["second_half"]["x2"], own["second_half"]["x4"]),
-             f"{own['best_factor']:.2g}", sum(own[d]["predictions"] for d in distances if own[d]))
-            for key, own in result["table"].items() if "best_factor" in own]
-    return table(("noise scale", "x2, x1/2", "x4, x1/4", "x8, x1/8", "longer half: x2, x4", "best factor", "predictions"), rows)
-
-
-def ladder_table(result):
-    """The critical batch of each rung beside one run's means, then what every candidate predicts."""
-    shown = ("all/coord/1", "body/coord/1", "all/coord/0", "body/coord/0", "norm/coord/1")
-    rungs = []
-    for own in result["rungs"]:
-        critical = "not fitted"
-        if own["critical"]:
-            critical = f"{own['critical']:.3g} ({own['low'] or 0:.3g} to {own['high'] or math.inf:.3g})"
-        rungs.append((own["rung"].replace("_", " "), own["seeds"], f"{own['tokens'] / 1e3:.0f}k", critical,
-                      *(f"{own['means'][name]:.3g}" if own["means"][name] else "-" for name in shown)))
-    candidates = [(name, f"{own['critical_over_mean']:.2g} ({own['least']:.2g} to {own['most']:.2g})", f"{own['spread']:.2g}",
-                   f"{own['long_over_short']:.2g}" if own["long_over_short"] else "-", error(own["errors"]["x2"]),
-                   error(own["errors"]["x4"]), f"{own['best_factor']:.2g}", errors(*own["errors_with_best_factor"].values()))
-                  for name, own in result["table"].items()]
-    return [*table(("rung", "seeds", "tokens", "critical batch", *shown), rungs),
-            *table(("noise scale", "critical over mean", "spread", "long over short", "x2, x1/2", "x4, x1/4", "factor",
-                    "with it"), candidates)]
-
-
-def steering_table(result):
-    """Seconds to a loss over those of the best constant batch, by machine and loss; then priced."""
-    kinds = ("gns", "linear", "seesaw", "8", "16", "64", "128")
-    losses = [(name, own) for name, machine in result["machines"].items() for own in machine["losses"].values()]
-    losses += [(f"t0 of {ratio} sequences, priced", own) for ratio, own in result["priced"].items()]
-    rows = [(name, f"{own['loss']:.2f}", own["best"],
-             *(f"{1 + own['regret'][k]:.2f}" if k in own["regret"] else "-" for k in kinds))
-            for name, own in losses if own["best"]]
-    checks = "; ".join(f"{name} batch {m['check']['batch']}, {m['check']['seconds']:.0f} and {m['check']['priced']:.0f}"
-                       for name, m in result["machines"].items())
-    return ["Seconds to a loss, over those of the best constant batch there. Whole runs, three seeds.", "",
-            *table(("machine", "loss", "best batch", *kinds[:3], *(f"constant {k}" for k in kinds[3:])), rows),
-            "A whole constant run on each machine, its seconds and those that steps times the time of a step make: "
-            f"{checks}.", ""]
-
-
-def speed_rows(name, result):
-    """[(what, ratio, its quartiles)] of a benchmark's file."""
-    def row(what, own):
-        return what, f"{own['ratio']:.3f}", f"{own['ratio_q1']:.3f} to {own['ratio_q3']:.3f}"
-    if name == "kernel":
-        by_dtype = {}
-        for shape in result["shapes"]:
-            by_dtype.setdefault(shape["dtype"], []).append(shape["ratios"]["ours / torch"]["both"])
-        return [(f"norm kernel with norms over torch's without, {dtype}, {len(both)} shapes",
-                 f"{statistics.geometric_mean(both):.3f}", f"shapes {min(both):.3f} to {max(both):.3f}")
-                for dtype, both in by_dtype.items()]
-    if name == "attention":
-        return [row(f"attention over torch's, {r['dtype']}, {r['B']} x {r['T']}, {r['heads']} x {r['size']}",
-                    r["ratios"]["torch"]["both"]) for r in result["shapes"]]
-    if name == "tracking":
-        return [*(row(f"quickstart, whole runs: {variant}, over off", own) for variant, own in result["runs"].items()
-                  if variant != "off"),
-                row("quickstart, whole runs: tracked, over tracked without Adam's metric", result["adams_metric"])]
-    if name.startswith(("step_against", "step_whole")):
-        how = f"ours {result['dtypes']['ours']}, theirs {result['dtypes']['theirs']}"
-        how += ", whole processes" if name == "step_whole" else ""
-        return [(f"tokens/s over nanoGPT's, {model}, {how}", f"{own['ratio'][1]:.2f}",
-                 f"{own['ratio'][0]:.2f} to {own['ratio'][2]:.2f}") for model, own in result["models"].items()]
-    rows, parts = [], result.get("processes", [result])
-    for model, variants in parts[0]["models"].items():
-        how = ", ".join(filter(None, (model, parts[0].get("dtype"), parts[0]["ranks"] > 1 and f"{parts[0]['ranks']} ranks")))
-        for variant in (v for v in variants if v != "off, torch's norm"):
-            each = sorted((part["models"][model][variant] for part in parts), key=lambda own: own["ratio"])
-            what, median, quartiles = row(f"step, {how}: {variant}", each[len(each) // 2])
-            if len(each) > 1:
-                quartiles += f" ({len(each)} processes: medians {each[0]['ratio']:.3f} to {each[-1]['ratio']:.3f})"
-            rows.append((what, median, quartiles))
-    return rows
-
-
-SPEED = ("kernel", "attention", *(f"step_{model}_{dtype}" for model in ("quickstart", "char", "111m")
-                                  for dtype in ("bfloat16", "float32")),
-         "step_quickstart_adam", "tracking", "step_attention", "step_ranks", "step_against_char",
-         "step_against_111m", "step_whole")
-
-
-def speed_table(results):
-    """Everything about speed that is claimed anywhere, once."""
-    rows = []
-    for name in SPEED:
-        m, date = results[name]["machine"], results[name]["date"]
-        rows += [(f"[{what}](../results/{name}.json)", median, quartiles, f"{m.get('cpu', m['device'])}, {date}")
-                 for what, median, quartiles in speed_rows(name, results[name])]
-    return ["A step is over one without tracking and with torch's LayerNorm, a whole run over one without tracking, with our",
-            "kernels.", "", *table(("what", "median", "quartiles", "machine, date"), rows)]
-
-
-TABLES = {"steering": steering_table, "prediction": prediction_table, "prediction_quickstart": prediction_table,
-          "ladder": ladder_table, "batch_schedule": schedule_table}
+def tables(name, result):
+    """Markdown's lines for the tables of a file."""
+    lines = []
+    for sentence, path, columns in TABLES.get(name, ()):
+        lines += [*([sentence, ""] if sentence else []), f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        lines += [f"| {' | '.join(cell(text, keys, row) for text in columns.values())} |"
+                  for keys, row in rows_at(result, path.split("/"))]
+        lines.append("")
+    return lines
 
 
 def anchor(title):

@@ -98,15 +98,13 @@ def test_a_result_without_a_title_is_refused(tmp_path):
         render.load(tmp_path)
 
 
-def test_speed_has_one_row_for_all_processes_of_a_measurement():
-    def process(ratio):
-        return {"ranks": 1, "dtype": "bfloat16", "models": {"char": {
-            "off, torch's norm": {"ratio": 1.0, "ratio_q1": 1.0, "ratio_q3": 1.0},
-            "norm": {"ratio": ratio, "ratio_q1": ratio - 0.1, "ratio_q3": ratio + 0.1}}}}
-    rows = render.speed_rows("step_char_bfloat16", {"processes": [process(0.9), process(1.1), process(1.0)]})
-    assert rows == [("step, char, bfloat16: norm", "1.000", "0.900 to 1.100 (3 processes: medians 0.900 to 1.100)")]
-    rows = render.speed_rows("step_ranks", {**process(0.9), "ranks": 2})
-    assert rows == [("step, char, bfloat16, 2 ranks: norm", "0.900", "0.800 to 1.000")]
+def test_a_table_has_a_row_for_each_place_of_a_path_and_says_what_is_missing(monkeypatch):
+    monkeypatch.setitem(render.TABLES, "x", [("Told.", "machines/*/losses/*", {
+        "machine": "{0}", "loss": "{loss:.1f}", "8": "{regret[8]:+.0%}", "16": "{regret[16]:+.0%}"})])
+    result = json.loads('{"machines": {"one": {"losses": [{"loss": 2, "regret": {"8": 0.1}}, {"loss": null}]}}}',
+                        object_hook=render.Numbers)
+    assert render.tables("x", result) == ["Told.", "", "| machine | loss | 8 | 16 |", "|---|---|---|---|",
+                                          "| one | 2.0 | +10% | - |", "| one | - | - | - |", ""]
 
 
 def test_the_transcripts_say_what_the_commands_say():
