@@ -158,7 +158,7 @@ def figures_page(results):
     return tidy(lines)
 
 
-# {file: [(sentence above the table, path to its rows, {head: cell})]}; * in a path is every key. A cell is a format of the values
+# {file: [(sentence above the table, path to its rows, {head: cell})]}; * in a path is every key. A cell formats the values
 # of the row, {0} and {1} are the keys on the way to it; what is missing or null there is a "-".
 WORST = "{KEY[median_error]:.0%} (worst {KEY[worst_error]:.0%})"
 PREDICTION = [("", "table/*", {
