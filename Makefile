@@ -1,17 +1,24 @@
-# make train: everything from nothing to a trained GPT, its noise scale and a picture.  make test: all tests and the linter.
+# make train: everything from nothing to a trained GPT, its noise scale and a picture.
+# make check: linter and the tests that are quick, in two minutes.  make test: all tests and the linter.
 # make requirements: do the pinned packages install on a stock Linux machine?  make attack: the long attack, a thousand cases.
 # make gpu: whether all works on this machine's GPU, and how fast.
 PYTHON ?= python3
 BIN = .venv/bin
+PYTEST = $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: train test requirements attack gpu clean
+.PHONY: train check lint test requirements attack gpu clean
 
 train: .venv/ready
 	$(BIN)/python train.py --resume=auto
 
-test: .venv/ready-test
+check: lint
+	$(PYTEST) -m "not slow" tests
+
+test: lint
+	$(PYTEST) tests
+
+lint: .venv/ready-test
 	$(BIN)/python -m ruff check .
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal tests
 
 requirements: .venv/ready-test
 	RIGHTBATCH_RESOLVE=1 $(BIN)/python -m pytest -q -k "requirement or pinned" tests/test_package.py

@@ -1,5 +1,7 @@
+import inspect
 import json
 import os
+import re
 
 import numpy as np
 import pytest
@@ -9,6 +11,28 @@ pytest.register_assert_rewrite("tests.helpers", "tests.watching")
 from tests.helpers import TINY, write_dataset  # noqa: E402
 
 torch.set_num_threads(1)  # tiny tensors: a second thread only adds waiting, and sums keep one order
+
+# what a slow test or one of its helpers says: it starts a process, or compiles
+SLOW = re.compile(r"subprocess\.|multiprocessing|mp\.spawn|os\.fork\(|torch\.compile\b|triton_compile\.|--jobs=")
+
+
+def pytest_collection_modifyitems(items):
+    """Every test that starts processes or compiles, itself or by fixtures and helpers of tests/, is marked as slow."""
+    for item in items:
+        fixtures = [fixture.func for name in item.fixturenames for fixture in item._fixtureinfo.name2fixturedefs.get(name, ())]
+        if any(is_slow(function, set()) for function in (item.function, *fixtures)):
+            item.add_marker(pytest.mark.slow)
+
+
+def is_slow(function, seen):
+    """Whether the source of a function, or of one in tests/ that it names, matches SLOW."""
+    function = inspect.unwrap(function)
+    if function in seen or not getattr(function, "__module__", "").startswith("tests.") and "test_" not in function.__module__:
+        return False
+    seen.add(function)
+    names = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
+    helpers = [value for value in names if inspect.isfunction(value)]
+    return bool(SLOW.search(inspect.getsource(function))) or any(is_slow(helper, seen) for helper in helpers)
 
 
 @pytest.fixture(scope="session")

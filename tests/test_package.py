@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import rightbatch
+
 ROOT = Path(__file__).parent.parent
 
 # The triton that torch's CUDA build requires, by torch's version. Plain `pip install torch` brings that build on Linux, and
@@ -61,7 +63,7 @@ def wheel(tmp_path_factory):
 
 def test_the_wheel_has_the_library_and_nothing_else(wheel):
     names = wheel.namelist()
-    assert {name.split("/")[0] for name in names} == {"rightbatch", "rightbatch-0.1.0.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"rightbatch", f"rightbatch-{rightbatch.__version__}.dist-info"}
     in_library = {name.removeprefix("rightbatch/") for name in names if name.startswith("rightbatch/")}
     in_checkout = {str(path.relative_to(ROOT / "rightbatch")) for path in (ROOT / "rightbatch").rglob("*")
                    if path.suffix in (".py", ".cpp", ".h", ".typed")}
@@ -71,7 +73,7 @@ def test_the_wheel_has_the_library_and_nothing_else(wheel):
 
 
 def test_the_wheel_needs_torch_and_numpy_and_the_rest_to_train(wheel):
-    metadata = wheel.read("rightbatch-0.1.0.dist-info/METADATA").decode()
+    metadata = wheel.read(f"rightbatch-{rightbatch.__version__}.dist-info/METADATA").decode()
     needs = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*(;.*)?$", metadata, re.MULTILINE)
     assert {name for name, extra in needs if not extra} == {"torch", "numpy"}
     everything = {re.match(r"[\w-]+", line)[0] for line in (ROOT / "requirements.txt").read_text().splitlines()}
@@ -143,6 +145,16 @@ def test_triton_is_pinned_to_the_release_that_torch_requires():
     assert triton == TRITON_OF_TORCH[torch_version]
     asked = [r for r in importlib.metadata.requires("torch") if r.startswith("triton")]   # none in a CPU build
     assert all(f"=={triton}" in r for r in asked), asked
+
+
+def test_papers_name_the_same_versions_and_packages_as_the_requirement_files():
+    hook, = re.findall(r"ruff-pre-commit\n    rev: v(.*)\n", (ROOT / ".pre-commit-config.yaml").read_text())
+    assert hook == pins()["ruff"]
+    groups = re.search(r"\[dependency-groups\].*?\n\n", (ROOT / "pyproject.toml").read_text(), re.DOTALL)[0]
+    of_tests = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements-test.txt").read_text(), re.MULTILINE)) - {"triton"}
+    assert set(re.findall(r'"([\w-]+)"', groups)) - {"lint"} == of_tests   # triton comes with torch
+    version, = re.findall(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert version == rightbatch.__version__
 
 
 @pytest.mark.skipif((sys.platform, platform.machine()) != ("linux", "x86_64"), reason="for a stock Linux machine")
