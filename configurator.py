@@ -26,6 +26,7 @@ import types
 from dataclasses import dataclass, field
 
 import schedule
+from rightbatch.decision import OBJECTIVES
 from trainer.optimizer import OPTIMIZERS
 
 DEFAULT_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", "quickstart.py")
@@ -108,7 +109,7 @@ class Config:
                                       "edit it while the run goes on")
     batch_objective: str = opt("time", BRANCH, "for gns: time takes the batch that is fastest on this machine, from the noise "
                                                "scale and what a step costs; tokens the smallest; balance batch_gns_factor x "
-                                               "the noise scale", tuple(schedule.OBJECTIVES))
+                                               "the noise scale", OBJECTIVES)
     batch_gns_factor: float = opt(1.0, BRANCH, "for balance: batch over noise scale; 1 balances tokens and steps, less reads "
                                                "fewer tokens in more steps, more the other way round", valid=ABOVE_0)
     batch_gns_margin: float = opt(0.1, BRANCH, "for gns: the interval must clear the batch by this share before it moves",

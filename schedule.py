@@ -26,6 +26,7 @@ import time
 from decimal import Decimal, DecimalException
 
 import gns
+from rightbatch.decision import right_batch
 
 SUFFIXES = {"k": 10**3, "M": 10**6, "B": 10**9}
 
@@ -69,7 +70,7 @@ class Schedule:
         """Take what poll() gave. Returns words for the log, or None."""
 
     def observe(self, tokens, noise, cost=None):
-        """Look at the noise scale, (value, low, high) or None, and at what a step costs (StepTime.estimate), after `tokens`.
+        """Look at the noise scale (decision.Noise or None) and at what a step costs (decision.Cost or None), after `tokens`.
         Returns words for the log, or None."""
 
     def walk(self, end, block_size):
@@ -256,35 +257,12 @@ class File(Schedule):
             raise ValueError(f"batch_file={self.path!r}, as the checkpoint has it: {e}") from None
 
 
-# -- what the controller aims at: (target, low, high), from the noise scale, the cost of a step and batch_gns_factor
-
-
-def balance(noise, cost, factor):
-    """Batch factor x N: at factor 1 twice the fewest possible tokens, in twice the fewest possible steps (McCandlish et al.
-    2018, arXiv 1812.06162)."""
-    return tuple(factor * n for n in noise)
-
-
-def fastest(noise, cost, factor):
-    """(1 + N/B)(t0 + t1 B), the time to a loss up to a constant, is smallest at B = sqrt(N t0 / t1)."""
-    ratio = tuple(t0 / t1 for t0, t1 in zip(cost["fixed"], (cost["per_sequence"][i] for i in (0, 2, 1))))
-    return tuple(math.sqrt(v) for v in gns.product(noise, ratio))
-
-
-def fewest_tokens(noise, cost, factor):
-    """The smallest batch there is."""
-    return 0.0, 0.0, 0.0
-
-
-OBJECTIVES = {"time": fastest, "tokens": fewest_tokens, "balance": balance}
-
-
 class Controller(Between):
-    """The batch that an objective asks for (OBJECTIVES), with a safe hand, within [batch_size_start, batch_size].
+    """The controller moves the batch towards the right one for batch_objective, within [batch_size_start, batch_size].
 
-    It grows only if the lower end of the target's 95% interval is above the batch by the margin, to at most twice the batch,
-    and not before the dwell is over; it shrinks only if allowed, by the same rule mirrored, and each change of direction
-    doubles the dwell before the next one: errors of the estimate cannot keep it swinging. Undetermined means hold.
+    The batch grows only if the lower end of the right batch's 95% interval is above it by the margin, to at most twice the
+    batch, and not before the dwell is over. It shrinks only if allowed, by the same rule mirrored. Each change of direction
+    doubles the dwell before the next one, so errors of the estimate cannot keep it swinging. Undetermined means hold.
     """
 
     fixed = ("log_interval",)  # it decides at logged steps
@@ -293,7 +271,7 @@ class Controller(Between):
     def __init__(self, config, quantum):
         super().__init__(config, quantum)
         self.smallest, self.largest = config.batch_size_start, config.batch_size
-        self.objective, self.by_time = OBJECTIVES[config.batch_objective], config.batch_objective == "time"
+        self.objective, self.by_time = config.batch_objective, config.batch_objective == "time"
         self.factor, self.margin, self.shrink = config.batch_gns_factor, config.batch_gns_margin, config.batch_shrink
         self.batch, self.moved_tokens, self.reason = self.smallest, 0, ""
         self.direction, self.turns = 1, 0  # of the last move; how often it changed
@@ -336,15 +314,15 @@ class Controller(Between):
         batch = self.batch
         if batch == self.largest and not self.shrink:
             return batch, "largest"
-        if self.objective is fewest_tokens and batch == self.smallest:
+        if self.objective == "tokens" and batch == self.smallest:
             return batch, "smallest"
         if tokens < self.moved_tokens + self.dwell():
             return batch, "dwell"
-        if noise is None or not all(map(math.isfinite, noise)):
+        if noise is None:
             return batch, "undetermined"
         if self.by_time and cost is None:
             return batch, "no cost"
-        wanted, target = self.wanted(noise, cost), self.objective(noise, cost, self.factor)[0]
+        wanted, target = self.wanted(noise, cost), self.aim(noise, cost).batch
         if wanted == 0:
             return batch, "margin"
         if batch == (self.largest if wanted > 0 else self.smallest):
@@ -353,13 +331,13 @@ class Controller(Between):
             return batch, "no shrink"
         if self.shrink and wanted != self.direction and tokens < self.turn_at():
             return batch, "turn"
-        new = to_quanta(target, self.quantum)
-        new = min(new, 2 * batch, self.largest) if wanted > 0 else max(new, to_quanta(batch / 2, self.quantum), self.smallest)
+        new = (min(target, 2 * batch, self.largest) if wanted > 0 else
+               max(target, to_quanta(batch / 2, self.quantum), self.smallest))
         return (new, "move") if (new - batch) * wanted > 0 else (batch, "quantum")
 
     def wanted(self, noise, cost):
-        """1 for a larger batch, -1 for a smaller one, 0 where the target's interval is not clear of the batch."""
-        _, low, high = self.objective(noise, cost, self.factor)
+        """1 for a larger batch, -1 for a smaller one, 0 where the right batch's interval is not clear of the batch."""
+        _, low, high = self.aim(noise, cost).formula
         return 1 if low > self.batch * (1 + self.margin) else -1 if high < self.batch / (1 + self.margin) else 0
 
     def dwell(self):
@@ -383,7 +361,7 @@ class Controller(Between):
             return without_aim[reason]
         up = self.wanted(noise, cost) > 0
         limit = f"more than batch_size={self.largest}" if up else f"less than batch_size_start={self.smallest}"
-        return self.aim(noise, cost) + {
+        return self.aim_in_words(noise, cost) + {
             "margin": f", not clear of the batch by {self.margin:.0%}",
             "turn": f" asks for the other direction, which waits until {self.turn_at():,} tokens",
             "no shrink": " asks for less, which batch_shrink=False rules out",
@@ -393,14 +371,18 @@ class Controller(Between):
         }[reason]
 
     def aim(self, noise, cost):
-        """The target in words, with what it follows from."""
-        if self.objective is fewest_tokens:
+        """The right batch for the objective. batch_gns_factor is for the balance: factor x N."""
+        noise = noise.times(self.factor) if self.objective == "balance" else noise
+        return getattr(right_batch(noise, cost, self.quantum), self.objective)
+
+    def aim_in_words(self, noise, cost):
+        if self.objective == "tokens":
             return "fewest tokens: the smallest batch"
-        scale = "noise scale {:.4g} [{:.4g}, {:.4g}]".format(*noise)
-        if self.objective is balance:
+        scale = "noise scale {:.4g} [{:.4g}, {:.4g}]".format(*noise.triple)
+        if self.objective == "balance":
             return scale + (f" x {self.factor:g}" if self.factor != 1 else "")
-        target = "fastest batch {:.4g} [{:.4g}, {:.4g}]".format(*fastest(noise, cost, self.factor))
-        step_ms, sequence_ms = 1e3 * cost["fixed"][0], 1e3 * cost["per_sequence"][0]
+        target = "fastest batch {:.4g} [{:.4g}, {:.4g}]".format(*self.aim(noise, cost).formula)
+        step_ms, sequence_ms = 1e3 * cost.fixed[0], 1e3 * cost.per_sequence[0]
         return f"{target}, from {scale}, {step_ms:.3g} ms a step and {sequence_ms:.3g} ms a sequence"
 
     def state_dict(self):
@@ -591,7 +573,7 @@ def coupled(B, config, noise=None):
                           al. 2025, arXiv 2505.13738: the best one is linear in B), sqrt(k) with sqrt, 1 with linear.
     """
     k = B / reference_batch(config)
-    lr_factor = LR_FACTORS[config.lr_scaling](k * noise[2] / B if saturated(B, config, noise) else k)
+    lr_factor = LR_FACTORS[config.lr_scaling](k * noise.high / B if saturated(B, config, noise) else k)
     beta2 = max(config.beta2**k, min(config.beta2_floor, config.beta2)) if config.beta2_scaling == "tokens" else config.beta2
     decay = config.weight_decay * k / lr_factor if config.weight_decay_scaling == "tokens" else config.weight_decay
     return lr_factor, beta2, decay
@@ -605,4 +587,4 @@ def fixed_on_resume(config):
 
 def saturated(B, config, noise):
     """Whether the learning rate's rule has come to its end: the batch is above the noise scale's interval."""
-    return bool(config.lr_scaling != "none" and config.lr_saturates and noise and 0 < noise[2] < B)
+    return bool(config.lr_scaling != "none" and config.lr_saturates and noise and 0 < noise.high < B)

@@ -42,7 +42,6 @@ from trainer import (
     huggingface,
     log,
     naming,
-    noise_scale,
     plan,
     resume,
     summary,
@@ -130,13 +129,11 @@ def train_locked(config, ranks, device):
 
         # -- what the user sees
         if logged:
-            cost = step.cost()
-            row = run.row(cost)
-            run.show(row)
+            noise, cost = step.noise(), step.cost()
+            run.show(noise, cost)
 
         # -- what the noise scale decides for the steps to come: at log lines only, the same ones after a resume
         if at_log_line and after < config.max_tokens:
-            noise = noise_scale.of(row)
             run.event(batch_schedule.observe(after, noise, cost))
             run.event(summary.saturation(B, config, run.count.noise, noise))
             run.count.noise = noise or run.count.noise

@@ -28,7 +28,7 @@ import time
 import torch
 
 from rightbatch import gns
-from rightbatch.common import named
+from rightbatch.decision import Cost
 
 WARM_UP = 3  # steps of each kind that a process does not count: memory, threads and compilers are cold
 REHEARSALS, REHEARSE_EVERY = 3, 500  # at first, then one in so many steps: half a per cent of them
@@ -127,15 +127,15 @@ class StepTime:
         micro, fixed = split(micro_steps, update, self.world > 1, None)
         self.averages.update((micro * len(micro_steps) / examples, fixed), tokens)
 
-    def estimate(self, level=0.95):
-        """{"fixed": (value, low, high), "per_sequence": the same} in seconds, or None while there are too few steps."""
+    def estimate(self, level=0.95) -> Cost | None:
+        """The cost of a step, or None while there are too few steps."""
         z = self.averages.quantile(level)
         if z is None:
             return None
         (micro, fixed), cov = self.averages.means(), self.averages.covariance()
         spreads = [z * max(cov[i][i], 0.0) ** 0.5 for i in (0, 1)]
-        return {"fixed": tuple(max(v, 0.0) for v in (fixed, fixed - spreads[1], fixed + spreads[1])),
-                "per_sequence": tuple(max(v, 1e-12) / self.sequences for v in (micro, micro - spreads[0], micro + spreads[0]))}
+        return Cost(tuple(max(v, 0.0) for v in (fixed, fixed - spreads[1], fixed + spreads[1])),
+                    tuple(max(v, 1e-12) / self.sequences for v in (micro, micro - spreads[0], micro + spreads[0])))
 
     def state_dict(self):
         return {"setting": self.setting, "averages": self.averages.state_dict()}
@@ -183,15 +183,11 @@ def from_hooks(events, passes):
     return [*found, (over, events[-1][1])]
 
 
-def slowest(estimates):
-    """Of several processes' estimates, that of the one which waits least."""
-    known = [e for e in estimates if e is not None]
-    return max(known, key=lambda e: e["per_sequence"][0]) if len(known) == len(estimates) else None
+def slowest(costs: list[Cost | None]) -> Cost | None:
+    """Of several processes' costs, that of the process which waits least; None while one of them is not known."""
+    return None if None in costs else max(costs, key=lambda cost: cost.per_sequence[0])
 
 
-def row(estimate):
-    """The log keys of StepTime.estimate, in milliseconds."""
-    if estimate is None:
-        return {}
-    return {k: v for name in ("fixed", "per_sequence")
-            for k, v in named(f"step_time/{name}_ms", tuple(1e3 * v for v in estimate[name])).items()}
+def row(cost: Cost | None) -> dict:
+    """The log keys of a cost."""
+    return {f"step_time/{key}": v for key, v in cost.milliseconds().items()} if cost else {}

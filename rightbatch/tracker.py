@@ -27,11 +27,14 @@ A site is a (parameter name, group, layer) whose probe gets norms; the bias besi
 B examples in the step, S sites, P parameters, O rows of a weight.
 """
 
+import math
+
 import numpy as np
 import torch
 
 from rightbatch import gns, rows
 from rightbatch.common import local, named
+from rightbatch.decision import Noise
 from rightbatch.metric import weighted_sq
 
 # rows of the probes that hold squared norms, and the name of |G|^2 in the record: plain, and in the optimizer's metric
@@ -208,6 +211,20 @@ class Tracker:
         calibration = self.calibrations.get(suffix)
         steps = calibration and calibration.steps_to_go()
         return rows.steps_until(self.steps, steps) * tokens_per_step if steps else None
+
+    def noise(self, suffix: str) -> Noise | None:
+        """The whole model's noise scale, plain ("") or in the optimizer's metric ("_adam"): measured in exact mode, else the
+        norm layers' times the factor. None while it is undetermined, and where it is not measured."""
+        if self.mode == "exact":
+            scale = self.scales["total_adam" if suffix else "body"]
+            interval = scale.interval()
+            triple = interval and (scale.gns, *interval)
+        else:
+            calibration = self.calibrations.get(suffix)
+            triple = calibration and calibration.apply(self.scales[f"norm{suffix}"])
+        if not triple or not all(map(math.isfinite, triple)):
+            return None
+        return Noise(*triple, "the whole model" + (" in Adam's metric" if suffix else ""))
 
     def row(self):
         """The keys of a log line."""

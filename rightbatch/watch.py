@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from rightbatch import gns, inputs, rows, step_time, taps
 from rightbatch.common import is_dtensor, named, whole
-from rightbatch.decision import Cost, Decision
+from rightbatch.decision import Decision, Noise
 from rightbatch.exact import Exact
 from rightbatch.fuse import fuse, unfuse
 from rightbatch.moments import Moments
@@ -644,7 +644,7 @@ class Watch:
         return self.decide(self.step_cost(all_ranks))
 
     def step_cost(self, all_ranks):
-        """{"fixed", "per_sequence"} as triples in seconds, or None."""
+        """The Cost of a step, or None while it is not known."""
         own = self.timer and self.timer.estimate()
         if not (all_ranks and self.distributed()):
             return own
@@ -652,30 +652,27 @@ class Watch:
         dist.all_gather_object(everyone, own, group=self.group)
         return step_time.slowest(everyone)
 
-    def decide(self, estimate):
-        noise, of_what, missing = self.whole_noise()
-        if self.coverage is not None and self.coverage < 99:
-            of_what += f", {self.coverage:.0f}% of its weights"
-        cost = estimate and Cost(estimate["fixed"], estimate["per_sequence"], "measured")
+    def decide(self, cost):
+        noise, missing = self.whole_noise()
         if cost is None:
             missing.append("What a step costs is not known: " + (
                 "give watch the optimizer, whose step ends it." if not self.optimizers else
                 "Apple's MPS does not tell the time without waiting." if self.timer and self.timer.device == "mps" else
                 f"too few steps were timed, {step_time.WARM_UP} to warm up not counted. In a compiled model, call w.start() "
                 "before a step's first forward pass."))
-        return Decision(noise, of_what, cost, self.quantum, self.newest.examples if self.newest else 0, missing)
+        return Decision(noise, cost, self.quantum, self.newest.examples if self.newest else 0, missing)
 
     def whole_noise(self):
-        """(noise scale of the whole model as a triple or None, of what, [why not]). In Adam's metric where Adam steps."""
+        """(Noise of the whole model or None, [why not]). In Adam's metric where Adam steps."""
         calibrates = self.sites and self.sampled
         known = self.calibrations if calibrates else [key.removeprefix(self.main) for key in self.scales]
         metric = "_adam" if "_adam" in known else ""
         of_what = "the whole model" + (" in Adam's metric" if metric else "")
         if not self.rest:
-            return None, of_what, ["Which batch is right follows from the whole model's noise scale. The norm layers' is "
-                                   "proportional to it, and the factor is missing: " + (
-                                       "no other layer is a linear or a convolution, whose rows could be sampled."
-                                       if self.calibrate else "watch(..., calibrate=True) measures it.")]
+            return None, ["Which batch is right follows from the whole model's noise scale. The norm layers' is "
+                          "proportional to it, and the factor is missing: " + (
+                              "no other layer is a linear or a convolution, whose rows could be sampled."
+                              if self.calibrate else "watch(..., calibrate=True) measures it.")]
         scale = self.scale(f"norm{metric}" if calibrates else "total_adam" if self.exact and metric else f"body{metric}")
         interval, more = scale.interval(), max(0, 3 - scale.averages.updates)
         noise = interval and (scale.gns, *interval)
@@ -684,13 +681,15 @@ class Watch:
             noise, more = calibration.apply(scale), calibration.steps_to_go()
             more = more and rows.steps_until(self.sampled.step, more)
         if not noise or not noise[0] > 0:
-            return None, of_what, [f"The noise scale of {of_what} is " + (
+            return None, [f"The noise scale of {of_what} is " + (
                 f"still being measured, for some {more} steps." if more else
                 "undetermined yet: the gradient is lost in its noise.")]
+        if self.coverage < 99:
+            of_what += f", {self.coverage:.0f}% of its weights"
         missing = [] if self.coverage >= 50 else [
             f"Only {self.coverage:.0f}% of the weights are measured, which may not speak for all: w.left_out and parameters "
             "without a layer are not among them."]
-        return noise, of_what, missing
+        return Noise(*noise, of_what), missing
 
     @property
     def main(self):
@@ -704,7 +703,7 @@ class Watch:
 
     def __str__(self):
         decision = self.whatif()
-        words = [f"right batch {decision.brief()}: the noise scale of {decision.of_what}"] if decision.noise else []
+        words = [f"right batch {decision.brief()}"] if decision.noise else []
         if self.sites or not decision.noise:
             name = "norm" if self.sites else self.main
             words.append(f"noise scale {'of the norm layers ' if self.sites else ''}{self.say(name)}")

@@ -10,6 +10,7 @@ import train
 import whatif
 from configurator import Config
 from plots import report, style
+from rightbatch.decision import Noise
 from tests.helpers import BLOCK, RAMP, rewrite, write_run
 from trainer import advice, predict, summary
 
@@ -95,11 +96,11 @@ def test_the_norm_layers_value_is_named_in_the_metric_of_the_run(adam, words):
 
 def test_a_batch_above_the_noise_scale_says_that_the_learning_rate_stops_there_and_says_it_once():
     config = Config(lr_scaling="sqrt", lr_reference_batch=8)
-    words = summary.saturation(64, config, None, (20.0, 16.0, 26.0))
+    words = summary.saturation(64, config, None, Noise(20.0, 16.0, 26.0))
     assert words == "learning rate: batch 64 is above the noise scale's interval; lr_scaling stays at its upper end, 26"
-    assert summary.saturation(64, config, (20.0, 16.0, 26.0), (21.0, 17.0, 27.0)) is None, "it has been said"
-    assert summary.saturation(16, config, None, (20.0, 16.0, 26.0)) is None
-    assert summary.saturation(64, Config(), None, (20.0, 16.0, 26.0)) is None, "without a rule there is none to stop"
+    assert summary.saturation(64, config, Noise(20.0, 16.0, 26.0), Noise(21.0, 17.0, 27.0)) is None, "it has been said"
+    assert summary.saturation(16, config, None, Noise(20.0, 16.0, 26.0)) is None
+    assert summary.saturation(64, Config(), None, Noise(20.0, 16.0, 26.0)) is None, "without a rule there is none to stop"
 
 
 def test_a_beta2_that_the_rule_would_bring_below_its_floor_is_said_at_the_start(tmp_path, tiny_args, capsys, no_picture):
@@ -136,9 +137,10 @@ def test_fsdp_with_one_micro_step_says_that_the_right_batch_is_larger(tmp_path, 
 # -- right batch, deadline, what was lost
 
 
-def test_a_right_batch_between_micro_batches_says_which_whole_ones_it_is(tmp_path, capsys):
+def test_a_right_batch_is_said_in_whole_micro_batches_and_the_noise_scale_beside_it(tmp_path, capsys):
     text = says(capsys, write_run(tmp_path, RAMP, 20.0, t0=0.05, t1=0.002, cost=True))  # sqrt(20 x 25) = 22.4
-    assert re.search(r"Right batch for time: 22\.4 \(.*\), in whole micro-batches 24\. A constant 24 takes", text)
+    assert "Right batch for time: 24 (16 to 24). A constant 24 takes" in text
+    assert "Balance of both: 24; the noise scale is 20 over all, 20 at the end." in text
 
 
 def test_what_the_run_lost_is_said_without_signs():

@@ -12,7 +12,7 @@ import configurator
 import schedule
 import train
 from configurator import Config, ConfigError
-from rightbatch.decision import Cost, right_batch
+from rightbatch.decision import Cost, Noise
 from schedule import Controller, build, learning_rate_at
 from tests.helpers import ROOT, assert_same_run, untimed
 from trainer import checkpoint, log, noise_scale, plan
@@ -224,39 +224,39 @@ def controller(**keys):
 
 def test_the_controller_grows_only_if_the_lower_end_clears_the_margin_by_at_most_double_after_its_dwell():
     c = controller()
-    assert "held at 8: no move before 1,000" in c.observe(10, (100, 90, 110)) and c.batch == 8
-    assert c.observe(20, (100, 90, 110)) is None, "the same refusal is said once"
+    assert "held at 8: no move before 1,000" in c.observe(10, Noise(100, 90, 110)) and c.batch == 8
+    assert c.observe(20, Noise(100, 90, 110)) is None, "the same refusal is said once"
     assert "undetermined" in c.observe(1000, None)
-    assert "not clear" in c.observe(1001, (30, 8.7, 90)) and c.batch == 8
-    assert c.observe(1002, (30, 8.9, 90)).startswith("batch 8 -> 16: noise scale 30 [8.9, 90]")
-    assert c.observe(2001, (30, 29, 31)) is None and c.batch == 16, "dwelling after a move goes without saying"
-    assert "16 -> 32" in c.observe(2002, (33, 29, 31))
-    assert "asks for less" in c.observe(4000, (5, 4, 6)) and c.batch == 32, "never shrinks unless allowed"
+    assert "not clear" in c.observe(1001, Noise(30, 8.7, 90)) and c.batch == 8
+    assert c.observe(1002, Noise(30, 8.9, 90)).startswith("batch 8 -> 16: noise scale 30 [8.9, 90]")
+    assert c.observe(2001, Noise(30, 29, 31)) is None and c.batch == 16, "dwelling after a move goes without saying"
+    assert "16 -> 32" in c.observe(2002, Noise(33, 29, 31))
+    assert "asks for less" in c.observe(4000, Noise(5, 4, 6)) and c.batch == 32, "never shrinks unless allowed"
     for t, batch in ((5000, 64), (6000, 128), (7000, 256)):
-        c.observe(t, (10**6, 10**5, 10**7))
+        c.observe(t, Noise(10**6, 10**5, 10**7))
         assert c.batch == batch
-    assert "reached batch_size=256" in c.observe(9000, (10**6, 10**5, 10**7)) and c.batch == 256
+    assert "reached batch_size=256" in c.observe(9000, Noise(10**6, 10**5, 10**7)) and c.batch == 256
 
 
 def test_the_controller_goes_to_the_target_where_that_is_less_than_double_and_follows_its_factor():
     c = controller(batch_size_start=64, batch_gns_factor=0.5)
-    assert c.observe(10**6, (170, 150, 190)).startswith("batch 64 -> 88: noise scale 170 [150, 190] x 0.5")
+    assert c.observe(10**6, Noise(170, 150, 190)).startswith("batch 64 -> 88: noise scale 170 [150, 190] x 0.5")
     c = controller(batch_size_start=64)
-    assert "smallest step" not in (c.observe(10**6, (80, 71, 90)) or "") and c.batch == 80
+    assert "smallest step" not in (c.observe(10**6, Noise(80, 71, 90)) or "") and c.batch == 80
     c = controller(batch_size_start=64, batch_gns_margin=0)
-    assert "less than 8 more" in c.observe(10**6, (66, 64.5, 70)) and c.batch == 64
+    assert "less than 8 more" in c.observe(10**6, Noise(66, 64.5, 70)) and c.batch == 64
 
 
 def test_a_shrinking_controller_mirrors_the_growing_one():
     c = controller(batch_shrink=True, batch_size_start=16)
     c.batch = 128
-    assert "waits until 2,000" in c.observe(1000, (20, 15, 30))
-    assert "128 -> 64" in c.observe(2000, (20, 15, 30)) and c.observe(2500, (20, 15, 30)) is None
-    assert "64 -> 32" in c.observe(3000, (5, 4, 6))
-    assert "not clear" in c.observe(4000, (28, 20, 30)), "30 is not below 32 by 10%"
-    assert "32 -> 16" in c.observe(4001, (5, 4, 6))
-    assert "less than batch_size_start=16" in c.observe(6000, (5, 4, 6)) and c.batch == 16
-    assert "waits until 8,001" in c.observe(7000, (90, 80, 99)) and "16 -> 32" in c.observe(8001, (90, 80, 99))
+    assert "waits until 2,000" in c.observe(1000, Noise(20, 15, 30))
+    assert "128 -> 64" in c.observe(2000, Noise(20, 15, 30)) and c.observe(2500, Noise(20, 15, 30)) is None
+    assert "64 -> 32" in c.observe(3000, Noise(5, 4, 6))
+    assert "not clear" in c.observe(4000, Noise(28, 20, 30)), "30 is not below 32 by 10%"
+    assert "32 -> 16" in c.observe(4001, Noise(5, 4, 6))
+    assert "less than batch_size_start=16" in c.observe(6000, Noise(5, 4, 6)) and c.batch == 16
+    assert "waits until 8,001" in c.observe(7000, Noise(90, 80, 99)) and "16 -> 32" in c.observe(8001, Noise(90, 80, 99))
 
 
 def noisy(rng, truth, spread=0.3):
@@ -264,7 +264,7 @@ def noisy(rng, truth, spread=0.3):
     if rng.random() < 0.1:
         return None
     value = truth * math.exp(rng.gauss(0, spread))
-    return value, value * math.exp(-1.96 * spread), value * math.exp(1.96 * spread)
+    return Noise(value, value * math.exp(-1.96 * spread), value * math.exp(1.96 * spread))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -288,7 +288,7 @@ def test_whatever_it_sees_the_controller_stays_in_bounds_in_quanta_and_within_it
         if c.batch != before:
             assert noise and tokens - moved >= c.dwell() and text.startswith(f"batch {before} -> {c.batch}: ")
             assert before / 2 - quantum < c.batch <= 2 * before
-            assert (c.factor * noise[1] > before * (1 + c.margin)) == (c.batch > before)
+            assert (c.factor * noise.low > before * (1 + c.margin)) == (c.batch > before)
             moved = tokens
         else:
             assert (text is None) == (c.reason == was)
@@ -343,31 +343,25 @@ def test_a_run_goes_by_the_whole_models_noise_scale_in_its_metric_and_never_by_t
         configurator.parse(["--batch_schedule=gns", "--gns_calibrate=False"])
 
 
-COST = {"fixed": (0.4, 0.39, 0.41), "per_sequence": (0.01, 0.0099, 0.0101)}  # t0 / t1 is 40 sequences
+COST = Cost((0.4, 0.39, 0.41), (0.01, 0.0099, 0.0101))  # t0 / t1 is 40 sequences
 
 
 def test_by_time_the_controller_goes_to_sqrt_of_noise_scale_times_fixed_over_per_sequence_cost():
     c = controller(batch_objective="time", batch_size_start=32, batch_gns_factor=7)
-    assert "not known yet" in c.observe(1000, (90, 80, 100), None) and c.batch == 32
-    text = c.observe(1001, (90, 80, 100), COST)  # sqrt(90 x 40) = 60
+    assert "not known yet" in c.observe(1000, Noise(90, 80, 100), None) and c.batch == 32
+    text = c.observe(1001, Noise(90, 80, 100), COST)  # sqrt(90 x 40) = 60
     assert text.startswith("batch 32 -> 64: fastest batch 60 [")
     assert "from noise scale 90 [80, 100], 400 ms a step and 10 ms a sequence" in text
-    assert "not clear" in c.observe(3000, (90, 80, 100), COST) and c.batch == 64
-    assert c.observe(4000, (1e4, 9e3, 1.1e4), COST).startswith("batch 64 -> 128"), "at most double"
-    free = {"fixed": (0.0, 0.0, 0.0), "per_sequence": (0.01, 0.0099, 0.0101)}
+    assert "not clear" in c.observe(3000, Noise(90, 80, 100), COST) and c.batch == 64
+    assert c.observe(4000, Noise(1e4, 9e3, 1.1e4), COST).startswith("batch 64 -> 128"), "at most double"
+    free = Cost((0.0, 0.0, 0.0), COST.per_sequence)
     c = controller(batch_objective="time")
-    assert "asks for less than batch_size_start=8" in c.observe(1000, (90, 80, 100), free) and c.batch == 8, "no fixed cost"
-
-
-def test_the_controller_and_whatif_give_the_fastest_batch_the_same_interval():
-    cost = Cost(COST["fixed"], COST["per_sequence"], "")
-    expected = [right_batch((90, 80, 100), cost, 1)[f"time{end}"] for end in ("", "_low", "_high")]
-    assert schedule.fastest((90, 80, 100), COST, 1) == pytest.approx(expected)
+    assert "asks for less than batch_size_start=8" in c.observe(1000, Noise(90, 80, 100), free) and c.batch == 8
 
 
 def test_the_controller_waits_until_half_of_the_average_is_new_which_is_sooner_early_in_a_run():
     c = controller(batch_gns_dwell_tokens=0, gns_half_life_tokens=100_000)
-    asks = (10**6, 10**5, 10**7)
+    asks = Noise(10**6, 10**5, 10**7)
     assert "8 -> 16" in c.observe(20_000, asks), "no average is older than the run: nothing to wait for"
     assert c.observe(24_999, asks) is None and "16 -> 32" in c.observe(25_000, asks), "a fifth of the tokens are new"
     for t, batch in ((800_000, 64), (899_999, 64), (900_000, 128)):  # a half-life at most
@@ -377,7 +371,7 @@ def test_the_controller_waits_until_half_of_the_average_is_new_which_is_sooner_e
 
 def test_by_tokens_the_controller_stays_at_the_smallest_batch():
     c = controller(batch_objective="tokens")
-    assert "fewest tokens" in c.observe(1000, (90, 80, 100), COST) and c.batch == 8
+    assert "fewest tokens" in c.observe(1000, Noise(90, 80, 100), COST) and c.batch == 8
 
 
 # -- coupling
@@ -397,11 +391,12 @@ def test_coupling_holds_what_it_says_it_holds():
 
 def test_the_learning_rates_rule_saturates_above_the_noise_scales_interval():
     c = Config(lr_scaling="sqrt", lr_reference_batch=16)
-    assert schedule.coupled(64, c, (40, 30, 50))[0] == pytest.approx((50 / 16) ** 0.5)
-    assert schedule.coupled(48, c, (40, 30, 50))[0] == pytest.approx(3**0.5), "inside the interval the rule holds"
+    assert schedule.coupled(64, c, Noise(40, 30, 50))[0] == pytest.approx((50 / 16) ** 0.5)
+    assert schedule.coupled(48, c, Noise(40, 30, 50))[0] == pytest.approx(3**0.5), "inside the interval the rule holds"
     assert schedule.coupled(64, c, None)[0] == 2.0 and not schedule.saturated(64, c, None)
-    assert schedule.coupled(64, Config(lr_scaling="sqrt", lr_reference_batch=16, lr_saturates=False), (40, 30, 50))[0] == 2.0
-    assert schedule.coupled(64, Config(), (4, 3, 5))[0] == 1.0
+    off = Config(lr_scaling="sqrt", lr_reference_batch=16, lr_saturates=False)
+    assert schedule.coupled(64, off, Noise(40, 30, 50))[0] == 2.0
+    assert schedule.coupled(64, Config(), Noise(4, 3, 5))[0] == 1.0
 
 
 def test_beta2_does_not_fall_below_its_floor_nor_is_it_raised_to_it():

@@ -8,6 +8,7 @@ import torch
 import train
 from configurator import Config
 from rightbatch import gns
+from rightbatch.decision import Cost
 from rightbatch.step_time import REHEARSALS, REHEARSE_EVERY, WARM_UP, StepTime, row, slowest, split
 from tests.helpers import TINY
 from trainer import checkpoint, log
@@ -53,7 +54,7 @@ def test_micro_steps_are_per_sequence_and_the_update_is_fixed(tmp_path, tiny_arg
 
 
 def test_the_cost_in_the_run_folder_is_the_slowest_processes(tmp_path, tiny_args, turned, monkeypatch):
-    slow = {"fixed": (7.0, 6.0, 8.0), "per_sequence": (2.0, 1.0, 3.0)}
+    slow = Cost((7.0, 6.0, 8.0), (2.0, 1.0, 3.0))
     monkeypatch.setattr(TrainingStep, "cost", lambda self: slow)
     assert train.main(tiny_args(out_dir=tmp_path)) == 0
     assert json.loads((tmp_path / "step_time.json").read_text()) == row(slow)
@@ -75,11 +76,11 @@ def test_an_only_micro_step_is_as_long_as_in_its_rehearsal_and_the_rest_is_fixed
     real, rehearsal = ([0.0, 0.2, 2.0, 2.5], 1.7), ([5.0, 6.0], None)
     for moments in [real] * (WARM_UP + 8):
         timer.absorb(moments, 100)
-    assert timer.estimate()["per_sequence"][0] == pytest.approx(1.5 / 4), "without one: up to the last gradient"
+    assert timer.estimate().per_sequence[0] == pytest.approx(1.5 / 4), "without one: up to the last gradient"
     timer = StepTime("cpu", 4, 10**9, world=2)
     for moments in [real] * WARM_UP + [rehearsal] * REHEARSALS + [real] * 20:
         timer.absorb(moments, 100)
-    assert timer.estimate()["per_sequence"] == pytest.approx((0.25,) * 3) and timer.estimate()["fixed"][0] == pytest.approx(1.5)
+    assert timer.estimate().per_sequence == pytest.approx((0.25,) * 3) and timer.estimate().fixed[0] == pytest.approx(1.5)
 
 
 def test_when_an_only_micro_step_is_rehearsed_and_that_its_second_time_counts(monkeypatch):
@@ -119,7 +120,7 @@ def test_the_intervals_cover_the_true_cost():
     inside = {"fixed": 0, "per_sequence": 0}
     for seed in range(200):
         for name, truth in (("fixed", 0.05), ("per_sequence", 0.02)):
-            _, low, high = made_up(seed)[name]
+            _, low, high = getattr(made_up(seed), name)
             inside[name] += low <= truth <= high
     assert all(count >= 180 for count in inside.values()), inside
 
@@ -139,7 +140,7 @@ def test_under_ddp_the_moment_of_the_last_gradient_is_seen_and_one_process_has_n
 
 
 def test_of_several_processes_the_slowest_ones_estimate_is_taken():
-    fast, slow = ({"fixed": (f, f, f), "per_sequence": (s, s, s)} for f, s in ((0.9, 0.01), (0.2, 0.02)))
+    fast, slow = (Cost((f, f, f), (s, s, s)) for f, s in ((0.9, 0.01), (0.2, 0.02)))
     assert slowest([fast, slow]) is slow and slowest([fast, None]) is None
 
 
@@ -147,7 +148,7 @@ def test_a_new_kind_of_step_warms_up_by_itself():
     timer = StepTime("cpu", 1, 1000)
     for kind, seconds in [("norm", 1.0)] * 8 + [("exact", 99.0)] * WARM_UP:
         timer.absorb(([0.0, 0.25, seconds, seconds + 0.5], None), 10, kind)
-    assert timer.estimate()["per_sequence"][0] == pytest.approx(0.75) and timer.estimate()["fixed"][0] == pytest.approx(0.75)
+    assert timer.estimate().per_sequence[0] == pytest.approx(0.75) and timer.estimate().fixed[0] == pytest.approx(0.75)
 
 
 def test_a_state_from_another_setting_is_not_taken_over():

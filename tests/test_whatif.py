@@ -15,6 +15,7 @@ import schedule
 import train
 import whatif
 from configurator import ConfigError
+from rightbatch.decision import Noise
 from tests.helpers import BLOCK, KEY, MICRO, RAMP, rewrite, write_run
 from trainer import exports, log, machines, predict
 
@@ -53,7 +54,7 @@ def test_steps_fall_and_tokens_rise_with_the_batch_and_values_lie_in_their_inter
     rng = np.random.default_rng(0)
     for _ in range(50):
         values = np.sort(rng.lognormal(2, 1, (12, 3)), axis=1)[:, [1, 0, 2]]
-        phases = [predict.Phase(rng.integers(1, 50), 8.0 * rng.integers(1, 9), tuple(v), 1.0) for v in values]
+        phases = [predict.Phase(rng.integers(1, 50), 8.0 * rng.integers(1, 9), Noise(*v), 1.0) for v in values]
         cost = predict.Cost((0.1, 0.05, 0.2), (0.01, 0.009, 0.012), "")
         rows = [predict.row_at(phases, b, BLOCK, cost) for b in (1, 2, 3, 8, 20, 64, 500, 10_000)]
         for less, more in zip(rows, rows[1:]):
@@ -85,8 +86,9 @@ def test_the_right_batch_for_time_is_the_root_of_N_t0_over_t1(tmp_path, capsys, 
     found = ask(capsys, write_run(tmp_path, RAMP, N, t0, t1, cost=logged))
     best = math.sqrt(N * t0 / t1)
     right = found["right_batch"]
-    assert right["time"] == pytest.approx(best, rel=1e-6) and right["time_low"] < best < right["time_high"]
-    assert right["balance"] == pytest.approx(N) and right["tokens"] == MICRO
+    assert right["time_formula"] == pytest.approx(best, rel=1e-6) and abs(right["time"] - best) < MICRO
+    assert right["time_low"] <= right["time"] <= right["time_high"] and right["tokens"] == MICRO
+    assert found["noise"]["mean"] == pytest.approx(N) and abs(right["balance"] - N) < MICRO
     assert found["step_time"]["fixed_ms"] == pytest.approx(1e3 * t0, rel=1e-6)
     assert found["step_time"]["per_sequence_ms"] == pytest.approx(1e3 * t1, rel=1e-6)
     run = predict.read(str(tmp_path))
@@ -157,7 +159,7 @@ def test_intervals_of_steps_cover_the_truth(batches, other):
             covered += 1  # undetermined: no number, so none that is wrong
             continue
         values, _ = predict.noise_values(rows, "gns/total")
-        found = predict.row_at([predict.Phase(10, b, v, 1.0) for b, v in zip(batches, values)], other, BLOCK, None)
+        found = predict.row_at([predict.Phase(10, b, Noise(*v), 1.0) for b, v in zip(batches, values)], other, BLOCK, None)
         truth = gns.equivalent_steps([(10, b, N) for b in batches], other)
         covered += found["steps_low"] <= truth <= found["steps_high"]
     assert 0.93 * trials <= covered, covered
@@ -197,11 +199,11 @@ def test_intervals_of_time_cover_the_truth_when_both_noise_scale_and_cost_are_es
 
 
 def test_a_product_of_triples_adds_relative_errors_in_quadrature():
-    value, low, high = predict.product((2.0, 1.0, 4.0), (3.0, 3.0, 3.0))
+    value, low, high = gns.product((2.0, 1.0, 4.0), (3.0, 3.0, 3.0))
     assert (value, low, high) == pytest.approx((6, 3, 12))
-    both = predict.product((2.0, 1.0, 4.0), (3.0, 1.5, 6.0))
+    both = gns.product((2.0, 1.0, 4.0), (3.0, 1.5, 6.0))
     assert both[1] == pytest.approx(6 * 2 ** -math.sqrt(2)) and both[2] == pytest.approx(6 * 2 ** math.sqrt(2))
-    assert predict.product((2.0, 0.0, 4.0), (3.0, 3.0, 3.0))[1] == 0
+    assert gns.product((2.0, 0.0, 4.0), (3.0, 3.0, 3.0))[1] == 0
 
 
 # -- which noise scale, and where it is missing

@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import threading
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -72,7 +73,7 @@ def times(rank, data):
         optimizer.step()
         optimizer.zero_grad()
     w.fetch()
-    return dict(own=w.timer.estimate(), slowest=w.step_cost(all_ranks=True))
+    return dict(own=asdict(w.timer.estimate()), slowest=asdict(w.step_cost(all_ranks=True)))
 
 
 def compiled_before(rank, data):

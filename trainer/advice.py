@@ -59,9 +59,9 @@ def about_run(result, run):
 
 
 def about_noise(result, run):
-    n, right = result["noise"], result["right_batch"]
+    n = result["noise"]
     text = (f"Noise scale: {n['lowest']:.3g} to {n['highest']:.3g} sequences on the way, "
-            f"{interval(right, 'balance', '{:.3g}'.format)} on average. The average counts each step by its progress. "
+            f"{interval(n, 'mean', '{:.3g}'.format)} on average. The average counts each step by its progress. "
             f"This noise scale is {predict.NOISE[n['key']]} ({n['key']}).")
     wanted = "_adam" if run.config.get("gns_metric", "adam") == "adam" else ""
     if n["key"].endswith("_adam") != bool(wanted):
@@ -94,18 +94,16 @@ def about_loss(result):
 
 
 def about_right(result, cost):
-    right, machine = result["right_batch"], result["machine"]
+    right, machine, noise = result["right_batch"], result["machine"], result["noise"]
     lines = []
     if cost:
         best = result["best_constant"]
-        text = f"Right batch for time: {right['time']:.3g}"
+        text = f"Right batch for time: {right['time']}"
         if right["time_high"] > right["time_low"]:
-            text += f" ({right['time_low']:.3g} to {right['time_high']:.3g})"
-        if right["time"] <= machine["quantum"]:
+            text += f" ({right['time_low']} to {right['time_high']})"
+        if right["time"] == machine["quantum"]:
             text += (f", the smallest that {where(machine)} well: the fixed part of a step takes as long as "
                      f"{cost.ratio()[0]:.2g} sequences, too little for a larger batch to pay")
-        elif right["time"] != best["batch"]:
-            text += f", in whole micro-batches {best['batch']}"
         lines.append(f"{text}. A constant {best['batch']} takes {machines.span(best['seconds'])} and "
                      f"{log.count(best['tokens'])} tokens.")
         stages = result["best_schedule"]["stages"]
@@ -113,8 +111,8 @@ def about_right(result, cost):
             steps = ", ".join(f"{log.count(s['tokens'])}:{s['batch']}" for s in stages)
             lines.append(f"Best schedule for time, tokens:batch: {steps}. It takes "
                          f"{machines.span(result['best_schedule']['seconds'])}; --export writes it for a trainer.")
-    lines.append(f"Right batch for tokens: {right['tokens']}, the smallest that {where(machine)} well. Balance of both, the "
-                 f"noise scale: {right['balance']:.3g} over all, {result['right_batch_at_the_end']['balance']:.3g} at the end.")
+    lines.append(f"Right batch for tokens: {right['tokens']}, the smallest that {where(machine)} well. Balance of both: "
+                 f"{right['balance']}; the noise scale is {noise['mean']:.3g} over all, {noise['at_the_end']:.3g} at the end.")
     return lines
 
 

@@ -5,6 +5,8 @@ gns_metric names. The norm layers' own is never taken for it. It stands in every
 The whole model is every weight but the look-up tables (rightbatch/rows.py).
 """
 
+from trainer.step import metric_of_run
+
 WORDS = {"gns/body": "the whole model", "gns/calibrated": "the whole model",
          "gns/total_adam": "the whole model in Adam's metric", "gns/calibrated_adam": "the whole model in Adam's metric",
          "gns/total": "all weights"}  # of earlier logs
@@ -22,8 +24,7 @@ def key(config):
 
 def metric(config):
     """gns_metric, where the run measures in it: Muon has no second moment, and with fsdp no process holds all of Adam's."""
-    unmeasured = not config.gns_adam or config.optimizer != "adamw" or (config.parallel, config.gns) == ("fsdp", "exact")
-    return "plain" if unmeasured else config.gns_metric
+    return metric_of_run(config)
 
 
 def read(row, key):

@@ -19,7 +19,7 @@ import configurator
 import gns
 from configurator import ConfigError
 from rightbatch.common import named
-from rightbatch.decision import TUNED, Cost, right_batch
+from rightbatch.decision import MEASURED, TUNED, Cost, Noise, mean_noise, right_batch
 from trainer import log
 from trainer.curves import curve, reach
 from trainer.noise_scale import source
@@ -32,7 +32,7 @@ NOISE = {"gns/total_adam": "the whole model's in Adam's metric, every step exact
          "gns/total": "all weights' in the plain metric, every step exact"}
 EVALUATIONS = 4  # fewer tell too little of where a loss was reached
 PHASES = 1000  # that a log is cut into at most: the noise scale changes little from one to the next
-MEASURED = "measured over the run's last tokens"
+ENDS = "value", "low", "high"  # of a Noise
 STAGES = 8  # of a schedule: enough to follow the noise scale, few enough to read
 
 
@@ -164,7 +164,7 @@ def noise_values(steps, key):
 class Phase:
     steps: float
     batch: float  # mean over its steps
-    noise: tuple
+    noise: Noise
     seconds: float
 
 
@@ -185,15 +185,15 @@ def phases(run, values, until):
             break
         batch = (row["tokens"] - before["tokens"]) / (run.block * steps)
         seconds = row.get("seconds", before["seconds"]) - before["seconds"]
-        found.append(Phase(share * steps, batch, noise, share * seconds))
+        found.append(Phase(share * steps, batch, Noise(*noise), share * seconds))
         before = {"seconds": before["seconds"], **row}
     return found
 
 
-def at(phases, end=0):
-    """Phases as gns.py takes them, with the noise scale's value (0), low (1) or high (2) end. The errors of neighbouring rows
-    come from the same averages, so all rows are low together or high together."""
-    return [(p.steps, p.batch, p.noise[end]) for p in phases]
+def at(phases, end="value"):
+    """Phases as gns.py takes them, with the noise scale's value, low or high end. The errors of neighbouring rows come from the
+    same averages, so all rows are low together or high together."""
+    return [(p.steps, p.batch, getattr(p.noise, end)) for p in phases]
 
 
 def target(run, to_loss=None):
@@ -279,18 +279,12 @@ def ordered(value, *others):
     return value, min(value, *others), max(value, *others)
 
 
-def rounded(batch, quantum):
-    """The multiples of the quantum on both sides of a batch."""
-    below = max(1, math.floor(batch / quantum)) * quantum
-    return below, below + quantum
-
-
 def steps_at(phases, batch):
     """Steps at a constant batch, as a triple. A noise scale that reads low makes phases of smaller batches count for too much,
     those of larger ones for too little. The two lie apart in the run, so their errors do not cancel: in quadrature."""
     value = gns.equivalent_steps(at(phases), batch)
     parts = [p for p in ([p for p in phases if p.batch < batch], [p for p in phases if p.batch > batch]) if p]
-    parts = [ordered(*(gns.equivalent_steps(at(part, end), batch) for end in (0, 1, 2))) for part in parts]
+    parts = [ordered(*(gns.equivalent_steps(at(part, end), batch) for end in ENDS)) for part in parts]
     down, up = math.hypot(*(v - low for v, low, _ in parts)), math.hypot(*(high - v for v, _, high in parts))
     return value, value - down, value + up
 
@@ -305,16 +299,9 @@ def row_at(phases, batch, block, cost, rate=None):
     return row | (named("money", tuple(s * rate for s in seconds)) if rate and cost else {})
 
 
-def mean_noise(phases):
-    """The noise scale that stands for all phases (gns.fewest)."""
-    return ordered(*(examples / steps for steps, examples in (gns.fewest(at(phases, end)) for end in (0, 1, 2))))
-
-
 def fastest_constant(phases, cost, quantum):
     """The multiple of the quantum that takes the least time."""
-    steps, examples = gns.fewest(at(phases))
-    best = gns.fastest_batch(examples / steps, cost.fixed[0], cost.per_sequence[0])
-    return min(rounded(best, quantum), key=lambda b: gns.equivalent_steps(at(phases), b) * cost.step(b)[0])
+    return right_batch(mean_noise(phases), cost, quantum).time.batch
 
 
 def stages(phases, objective, cost, quantum, block):
@@ -323,14 +310,12 @@ def stages(phases, objective, cost, quantum, block):
     done, groups = 0.0, [[] for _ in range(STAGES)]
     whole = gns.fewest(at(phases))[0]
     for phase in phases:
-        own = phase.steps * gns.progress(phase.batch, phase.noise[0])
+        own = phase.steps * gns.progress(phase.batch, phase.noise.value)
         groups[min(STAGES - 1, int(STAGES * (done + own / 2) / whole))].append(phase)
         done += own
     found, tokens = [], 0.0
     for group in filter(None, groups):
-        batch = {"time": lambda: fastest_constant(group, cost, quantum), "tokens": lambda: quantum,
-                 "balance": lambda: min(rounded(mean_noise(group)[0], quantum),
-                                        key=lambda b: abs(math.log(b / mean_noise(group)[0])))}[objective]()
+        batch = getattr(right_batch(mean_noise(group), cost, quantum), objective).batch
         steps = gns.equivalent_steps(at(group), batch)
         if found and found[-1]["batch"] == batch:
             found[-1]["steps"] += steps
@@ -368,7 +353,7 @@ def lost(phases, cost, quantum, block):
     """{what: {share, low, high}}: how much more the run's own schedule took than the best one; below zero it took less. Ranges
     are over the corners of the noise scale's and the step cost's intervals, the best batch chosen anew in each."""
     def more(end, t0, t1):
-        those = [dataclasses.replace(p, noise=(p.noise[end],) * 3) for p in phases]
+        those = [dataclasses.replace(p, noise=Noise(*3 * [getattr(p.noise, end)])) for p in phases]
         there = Cost((t0,) * 3, (t1,) * 3, "") if t1 else None
         mine = own(those, block, there)
         found = {"tokens": mine["tokens"] / (gns.equivalent_steps(at(those), quantum) * quantum * block) - 1}
@@ -379,7 +364,7 @@ def lost(phases, cost, quantum, block):
             found["time_schedule"] = mine["seconds"] / sum(s["steps"] * there.step(s["batch"])[0] for s in plan) - 1
         return found
     costs = [(cost.fixed[i], cost.per_sequence[j]) for i, j in ((0, 0), (1, 2), (2, 1))] if cost else [(0.0, 0.0)]
-    corners = [more(end, *pair) for pair in costs for end in (0, 1, 2)]
+    corners = [more(end, *pair) for pair in costs for end in ENDS]
     return {what: dict(zip(("share", "low", "high"), ordered(*(c[what] for c in corners)))) for what in corners[0]}
 
 
@@ -396,7 +381,7 @@ def deadline(phases, seconds, cost, quantum, block, rate=None):
 
 def default_batches(phases, noise, best, quantum):
     """From the smallest to far above everything of interest, doubling."""
-    top = 4 * max([noise[0], max(p.batch for p in phases), *([best] if best else [])])
+    top = 4 * max([noise.value, max(p.batch for p in phases), *([best] if best else [])])
     found = [quantum]
     while found[-1] < top and len(found) < 16:
         found.append(2 * found[-1])
@@ -416,15 +401,16 @@ def predict(run, machine, to_loss=None, batches=None, rate=None):
     cost, quantum, block = machine.cost, machine.quantum, run.block
     mean = mean_noise(found)
     right = right_batch(mean, cost, quantum)
-    batches = batches or default_batches(found, mean, right["time"], quantum)
+    batches = batches or default_batches(found, mean, cost and right.time.batch, quantum)
     fits = machine.measured or min(p.batch for p in found) >= quantum  # below, the cost of a step is another
     mine = own(found, block, cost if fits else None)
     result = {"run": run.folder, "loss": loss, "loss_kind": kind, "at_the_end": at_the_end(run, until), "assumes": TUNED,
               "rows": [row_at(found, b, block, cost, rate) for b in batches],
-              "step_time": step_time(cost), "right_batch": right,
-              "right_batch_at_the_end": right_batch(found[-1].noise, cost, quantum),
-              "noise": {"key": key, "rows": len(known), "determined": sum(known), "lowest": min(p.noise[0] for p in found),
-                        "highest": max(p.noise[0] for p in found)},
+              "step_time": step_time(cost), "right_batch": right.numbers(),
+              "right_batch_at_the_end": right_batch(found[-1].noise, cost, quantum).numbers(),
+              "noise": {"key": key, "rows": len(known), "determined": sum(known), **named("mean", mean.triple),
+                        "lowest": min(p.noise.value for p in found), "highest": max(p.noise.value for p in found),
+                        "at_the_end": found[-1].noise.value},
               "own": mine, "lost": lost(found, cost, quantum, block) if fits else None,
               "machine": {"devices": machine.devices, "quantum": quantum, "measured": machine.measured}}
     if cost:
@@ -444,6 +430,4 @@ def of_run(folder):
 def step_time(cost):
     if cost is None:
         return {"fixed_ms": None, "per_sequence_ms": None}
-    parts = (("fixed_ms", cost.fixed), ("per_sequence_ms", cost.per_sequence))
-    return {k: v for name, values in parts for k, v in named(name, tuple(1e3 * v for v in values)).items()} | {
-        "source": cost.source}
+    return {**cost.milliseconds(), "source": cost.source}

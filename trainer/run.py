@@ -13,8 +13,9 @@ import torch
 from configurator import ConfigError
 from rightbatch import step_time
 from rightbatch.common import crossed, named
+from rightbatch.decision import Noise, right_batch
 from system import files
-from trainer import busy, checkpoint, hardware, log, noise_scale, resume, summary
+from trainer import busy, checkpoint, hardware, log, resume, summary
 from trainer.step import to_host
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
@@ -35,14 +36,16 @@ class Counters:
     bad_in_a_row: int = 0
     seconds: float = 0.0
     wandb_id: str | None = None
-    noise: tuple | None = None  # the noise scale of the newest log line, which steers until the next
+    noise: Noise | None = None  # the noise scale of the newest log line, which steers until the next
 
     def __post_init__(self):
         """Of a checkpoint, they may be anything."""
+        if self.noise is not None and not isinstance(self.noise, Noise):  # a dict in the file, a tuple in earlier ones
+            self.noise = Noise(**self.noise) if isinstance(self.noise, dict) else Noise(*self.noise)
         whole = self.step, self.tokens, self.examples, self.bad_steps, self.bad_in_a_row
-        measured = self.seconds, *(self.noise or ())
+        measured = self.seconds, *(self.noise.triple if self.noise else ())
         losses = [v for v in (self.best_val_loss, self.best_saved_loss, self.first_loss) if v is not None]
-        if not (all(type(n) is int and 0 <= n < 2**63 for n in whole) and len(measured) in (1, 4)
+        if not (all(type(n) is int and 0 <= n < 2**63 for n in whole)
                 and all(type(v) in (int, float) for v in (*measured, *losses))
                 and isinstance(self.wandb_id, str | None)):
             raise TypeError("counters")
@@ -220,8 +223,8 @@ class Run:
             self.close()
             raise ConfigError(summary.diverged(self, MAX_BAD_STEPS))
 
-    def row(self, cost):
-        """What the log holds of the newest step. `cost` is what a step costs (TrainingStep.cost)."""
+    def row(self, noise, cost):
+        """What the log holds of the newest step: for readers of the log, nothing in the run decides by it."""
         count, config, seconds = self.count, self.config, self.clock.seconds()
         rate = (count.tokens - self.logged.tokens) / (seconds - self.logged.seconds)
         flops = rate * self.step.model.flops_per_token()
@@ -234,15 +237,17 @@ class Run:
                "bad_steps": count.bad_steps}
         row |= {key: getattr(self, key) for key in ("beta2", "weight_decay") if getattr(config, f"{key}_scaling") != "none"}
         row |= self.step.row() | step_time.row(cost)
-        return row | named("gns", noise_scale.read(row, noise_scale.key(config)))
+        return row | named("gns", noise and noise.triple)
 
-    def show(self, row):
-        """A row in log and terminal."""
+    def show(self, noise, cost):
+        """The newest step in log and terminal, with the noise scale and the cost of a step (None while not known)."""
+        row = self.row(noise, cost)
         self.logged = Mark(row["step"], row["tokens"], row["seconds"])
         seconds_per_token = (row["seconds"] - self.opened.seconds) / (row["tokens"] - self.opened.tokens)
         self.out.write(row)
-        to_go = self.step.tokens_to_factor(noise_scale.metric(self.config))
-        self.out.say(summary.describe(row, self.config, max(0, self.end - row["tokens"]) * seconds_per_token,
+        to_go = self.step.tokens_to_factor()
+        right = right_batch(noise, cost, row["batch_size"] // row["accum"]).time.batch if noise and cost else None
+        self.out.say(summary.describe(row, self.config, right, max(0, self.end - row["tokens"]) * seconds_per_token,
                                       to_go and to_go * seconds_per_token, self.out.columns))
         self.look_for_blow_up(row["train/loss"])
 

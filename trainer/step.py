@@ -21,6 +21,7 @@ import torch
 from rightbatch import step_time
 from rightbatch.common import local
 from rightbatch.crosscheck import CrossCheck
+from rightbatch.decision import Cost, Noise
 from rightbatch.metric import adam_metric
 from rightbatch.rows import picked, tables
 from rightbatch.tracker import Tracker, scale_row
@@ -162,17 +163,21 @@ class TrainingStep:
         """Every noise scale that is averaged, by name."""
         return self.tracker.scales | self.crosscheck_scales
 
-    def cost(self):
-        """What a step costs (StepTime.estimate), by the slowest process. All must ask."""
+    def noise(self) -> Noise | None:
+        """The noise scale that the run goes by: the whole model's, in metric_of_run; None while it is undetermined."""
+        return self.tracker.noise("_adam" if metric_of_run(self.config) == "adam" else "")
+
+    def cost(self) -> Cost | None:
+        """What a step costs, by the slowest process. All must ask."""
         return step_time.slowest(self.ranks.everyone(self.timer.estimate()))
 
     def row(self):
         """The keys of a log line."""
         return self.tracker.row() | scale_row(self.crosscheck_scales) | self.stats.row()
 
-    def tokens_to_factor(self, metric):
+    def tokens_to_factor(self):
         """Roughly, until the whole model's noise scale is known; None where nothing tells, or it is."""
-        return self.tracker.tokens_to_factor("_adam" if metric == "adam" else "", self.tokens)
+        return self.tracker.tokens_to_factor("_adam" if metric_of_run(self.config) == "adam" else "", self.tokens)
 
     def state_dict(self):
         state = self.tracker.state_dict()
@@ -184,6 +189,13 @@ class TrainingStep:
         for name, scale in self.crosscheck_scales.items():
             if name in state["scales"]:  # those of ranks are new where there was one process
                 scale.load_state_dict(state["scales"][name])
+
+
+def metric_of_run(config):
+    """"adam" or "plain": gns_metric, where the run measures in it. Muon has no second moment, and in exact mode with fsdp no
+    process holds all of Adam's. The controller, the terminal, the log's key gns and all predictions go by this metric."""
+    unmeasured = not config.gns_adam or config.optimizer != "adamw" or (config.parallel, config.gns) == ("fsdp", "exact")
+    return "plain" if unmeasured else config.gns_metric
 
 
 def to_host(records):

@@ -10,7 +10,7 @@ import torch
 import ln_kernel
 import schedule
 from system import terminal
-from trainer import advice, log, noise_scale, predict
+from trainer import advice, log, noise_scale
 
 
 def opening(run, parameters):
@@ -65,10 +65,9 @@ def stopped(run, number):
             f"{shlex.quote(run.config.out_dir)}")
 
 
-def describe(row, config, seconds_left, calibrating=None, columns=None):
-    """The line of a logged step. calibrating: seconds until the noise scale is known, roughly. In a narrow terminal what ranks
-    highest is left out first."""
-    right = right_for_time(row)
+def describe(row, config, right, seconds_left, calibrating=None, columns=None):
+    """The line of a logged step. right: the right batch for time, None while it is not known. calibrating: seconds until the
+    noise scale is known, roughly. In a narrow terminal what ranks highest is left out first."""
     fields = [(3, f"step {row['step']:>6}"),
               (0, f"{log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%}"),
               (0, f"loss {row['train/loss']:.4f}"), (0, f"batch {row['batch_size']:>3}"),
@@ -78,15 +77,6 @@ def describe(row, config, seconds_left, calibrating=None, columns=None):
     if row["bad_steps"]:
         fields.append((0, f"{row['bad_steps']} steps skipped, not finite"))
     return terminal.fitted(fields, columns)
-
-
-def right_for_time(row):
-    """The right batch for time in whole micro-batches, by the noise scale and the cost of a step in a row; None where it lacks
-    one of them."""
-    noise, cost = predict.triple(row, "gns"), predict.logged_cost(row)
-    if noise and cost:
-        now = predict.Phase(1, row["batch_size"], noise, 0.0)
-        return predict.fastest_constant([now], cost, row["batch_size"] // row["accum"])
 
 
 def noise_words(row, config, calibrating=None):
@@ -112,7 +102,7 @@ def saturation(B, config, before, noise):
     """Words where the noise scale, `before` and now, stops the learning rate's rule."""
     if schedule.saturated(B, config, noise) and not schedule.saturated(B, config, before):
         return (f"learning rate: batch {B} is above the noise scale's interval; lr_scaling stays at its upper end, "
-                f"{noise[2]:.4g}")
+                f"{noise.high:.4g}")
 
 
 def evaluation(config, saved, data, loss):

@@ -91,7 +91,7 @@ def predicted(folder, steps, batches):
     phases = predict.phases(run, predict.noise_values(run.steps, key)[0], steps)
     if not phases:
         return None
-    critical, low, high = predict.mean_noise(phases)
+    critical, low, high = predict.mean_noise(phases).triple
     return {"key": key, "critical": critical, "low": low, "high": high,
             "steps": {b: predict.steps_at(phases, b)[0] for b in batches}}
 
