@@ -4,8 +4,7 @@ An attack on the trainer: kills, damaged files, pairs of starts, bad input, full
     python tests/attack/attack.py                     # the short one, part of the tests
     python tests/attack/attack.py --cases=1000        # make attack
     python tests/attack/attack.py --only=flips --seed=3
-    python tests/attack/attack.py --root=elsewhere --out=before.json     # another checkout, an older one, say
-    python tests/attack/attack.py --before=before.json --out=results/attack.json    # and this one beside it
+    python tests/attack/attack.py --cases=1000 --soak=10000 --out=results/attack.json
 
 A case survives if what comes out is, bit for bit, what comes out without the attack. It is refused if the process ends with
 one line of words, or says what is lost. All else has failed: a traceback, a hang, a result that changed in silence, a lost row.
@@ -26,25 +25,41 @@ import sys
 import tempfile
 import time
 
-import joined
-from harness import DEADLY, GARBAGE, TEXTS, deadly, flip, refusal, result, same, tree
-from hostile import Hostile
-from sources import Sources
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+
+from tests import helpers  # noqa: E402
+from tests.attack.around import no_left_overs  # noqa: E402
+from tests.attack.harness import (  # noqa: E402
+    CHECKPOINTS,
+    DEADLY,
+    GARBAGE,
+    TEXTS,
+    FailedError,
+    RefusedError,
+    UntriedError,
+    damage,
+    deadly,
+    expect,
+    flip,
+    result,
+    rewrite,
+)
+from tests.attack.hostile import Hostile  # noqa: E402
+from tests.attack.sources import Sources  # noqa: E402
+
+COLUMNS = ("tried", "survived", "refused", "failed")
 
 
 class Attack(Hostile, Sources):
-    # -- one case of each kind
-
     def kills(self):
         """At any moment, from the start on; then on to the end."""
         out = self.folder()
         for _ in range(self.rng.randint(1, 3)):
             child = self.train(out)
-            time.sleep(self.rng.uniform(0, 0.8))
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.pid, signal.SIGKILL)
+            self.pause(0.0, 0.8)
+            child.kill(signal.SIGKILL)
             child.wait()
-        return self.resumed(out)
+        self.resumed(out)
 
     def kills_in_writes(self):
         """In the middle of a write to a file, before or after an fsync, a replace, a link."""
@@ -52,89 +67,65 @@ class Attack(Hostile, Sources):
         for _ in range(self.rng.randint(1, 2)):
             name = self.rng.choice(DEADLY)
             nth = self.rng.randint(1, 400 if name == "write" else 40)
-            keep = {"keep_checkpoints": self.rng.choice([1, 2, 4])} if "keep_checkpoints" in self.keys else {}
-            self.train(out, deadly(name, nth, self.rng.random() < 0.5), **keep).wait()
-        return self.resumed(out)
+            self.train(out, deadly(name, nth, self.chance(0.5)), keep_checkpoints=self.rng.choice([1, 2, 4])).wait()
+        self.resumed(out)
 
     def flips(self):
         """One bit of a checkpoint."""
-        return self.damaged("ckpt.pt", lambda data: flip(data, self.rng))
+        out = self.folder(self.stopped)
+        rewrite(os.path.join(out, "ckpt.pt"), lambda data: flip(data, self.rng))
+        self.resumed(out)
 
     def holes(self):
         """Zeros, a cut, foreign content, in checkpoint or log."""
-        name = self.rng.choice(["ckpt.pt", "log.jsonl", "config.json"])
-
-        def change(data):
-            at = self.rng.randrange(len(data))
-            return self.rng.choice([data[:at] + bytes(min(4096, len(data) - at)) + data[at + 4096:], data[:at], None,
-                                    self.rng.choice(TEXTS), data[:at] + b"garbage\n" + data[at:], flip(data, self.rng)])
-        return self.damaged(name, change)
-
-    def damaged(self, name, change):
         out = self.folder(self.stopped)
-        path = os.path.join(out, name)
-        with open(path, "rb") as f:
-            data = change(f.read())
-        os.unlink(path)
-        if data is not None:
-            with open(path, "wb") as f:
-                f.write(data)
-        return self.resumed(out)
+        damage(os.path.join(out, self.rng.choice(["ckpt.pt", "log.jsonl", "config.json"])), self.rng)
+        self.resumed(out)
 
     def foreign(self):
         """A checkpoint that torch can read and train.py did not write."""
         import torch
         out = self.folder(self.stopped)
-        path = os.path.join(out, "ckpt.pt")
+        path = os.path.join(out, CHECKPOINTS[0])
         state = torch.load(path, weights_only=True)
         for key in self.rng.sample(list(state), self.rng.randint(0, 3)):
             state[key] = self.rng.choice([None, {}, [], "x", -1, torch.zeros(2)])
         os.unlink(path)
         torch.save(self.rng.choice([state, {"model": state["model"]}, state["model"], [1], "x"]), path)
-        return self.resumed(out)
+        self.resumed(out)
 
     def pairs(self):
         """Two starts into one folder, perhaps under two names."""
-        out = self.folder()
-        other = out
-        if self.rng.random() < 0.3:
+        out = other = self.folder()
+        if self.chance(0.3):
             other = out + "-link"
             os.mkdir(out)
             os.symlink(out, other)
         children = [self.train(out)]
-        time.sleep(self.rng.choice([0, 0, 0.05, 0.3]))
+        self.pause(0, 0, 0.05, 0.3)
         children.append(self.train(other))
         codes = [child.wait() for child in children]
         for child in children:
-            if child.code != 0 and (bad := refusal(child)):
-                return "failed", bad
-        if 0 not in codes:
-            return "failed", f"nobody ran: {codes}"
-        try:
-            return ("survived", "") if same(result(out), self.reference) else ("failed", "a mix of two runs")
-        except Exception as e:
-            return "failed", f"unreadable result: {e}"
+            if child.code != 0:
+                child.refused("one of two")
+        expect(0 in codes, f"nobody ran: {codes}")
+        expect(helpers.same_tensors(result(out), self.reference), "a mix of two runs")
 
     def signals(self):
         """A terminal that is lost, Ctrl-C, SIGTERM, a scheduler's SIGUSR1; then on to the end."""
         out, number = self.folder(), self.rng.choice([signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
         child = self.train(out)
         self.wait_for_log(child, out, 2000)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child.pid, number)
-        child.wait()
-        if child.code not in (0, 128 + number):
-            return "failed", f"{number.name}: exit {child.code}, nothing saved"
-        return self.resumed(out)
+        child.kill(number)
+        expect(child.wait() in (0, 128 + number), f"{number.name}: exit {child.code}, nothing saved")
+        self.resumed(out)
 
     def pipes(self):
         """Nobody reads what it says: pipes and descriptors that are closed, a full disk behind them."""
-        out, (reader, writer) = self.folder(self.stopped if self.rng.random() < 0.5 else None), os.pipe()
+        out, (reader, writer) = self.some_folder(), os.pipe()
         kind, numbers = self.rng.choice(["pipe", "pipe", "closed", "full"]), self.rng.choice([(1,), (2,), (1, 2)])
-        if os.path.exists(out) and self.rng.random() < 0.5:  # it has something to say on stderr
-            os.unlink(os.path.join(out, "ckpt.pt"))
-            with open(os.path.join(out, "ckpt.pt"), "wb") as f:
-                f.write(b"no checkpoint")
+        if os.path.exists(out) and self.chance(0.5):  # it has something to say on stderr
+            rewrite(os.path.join(out, "ckpt.pt"), lambda _: b"no checkpoint")
 
         def prepare():
             os.close(reader)
@@ -150,79 +141,72 @@ class Attack(Hostile, Sources):
         idle = {} if os.path.exists(out) else {"batch_gns_factor": 2}  # it is told that this has no effect
         child = self.train(out, prepare, **idle)
         os.close(writer)
-        time.sleep(self.rng.uniform(0, 0.5))
+        self.pause(0.0, 0.5)
         os.close(reader)
-        outcome, why = self.outcome(child, out)
-        return outcome, why and f"{kind} {numbers}: {why}"
+        self.came_to_its_end(child, out, about=f"{kind} {numbers}")
 
     def full_disks(self):
         """No file may grow beyond some size: refused by name, nothing left over, and on to the end with more room."""
-        out, limit = self.folder(self.stopped if self.rng.random() < 0.5 else None), self.rng.randint(0, 60_000)
+        out, limit = self.some_folder(), self.rng.randint(0, 60_000)
 
         def prepare():
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
         child = self.train(out, prepare)
-        child.wait()
-        if child.code != 0:
-            bad = refusal(child)
-            if bad and limit > 1000:  # below, there is no room for the error itself
-                return "failed", bad
-            left = [name for name in (os.listdir(out) if os.path.isdir(out) else []) if name.endswith(".tmp")]
-            if left:
-                return "failed", f"left over: {left}"
-            if out not in child.error() and limit > 1000:
-                return "failed", f"names no file: {child.error()[-150:]!r}"
-        return self.resumed(out)
+        if child.wait() != 0:
+            if limit > 1000:  # below, there is no room for the error itself
+                child.refused(f"{limit} bytes", out)
+            no_left_overs(out)
+        self.resumed(out)
 
     def inputs(self):
         """A value, a config file, a dataset, an environment: runs, or one line, and then nothing has changed."""
         rng, out, more, env, changes = self.rng, self.folder(), [], {}, {}
         kind = rng.choice(["value", "value", "value", "file", "meta", "bin", "environment", "batch file", "log"])
-        keys = [k for k in self.keys if k not in ("max_tokens", "out_dir", "device", "wandb_log")]
         path = os.path.join(self.work, f"input-{self.number}")
         if kind == "value":
+            import configurator
+            keys = [k for k in configurator.FIELDS if k not in ("max_tokens", "out_dir", "device", "wandb_log")]
             changes = {rng.choice(keys): rng.choice(GARBAGE) for _ in range(rng.choice([1, 1, 2]))}
         elif kind == "environment":
             env = {name: rng.choice(["abc", "-1", "0", "", "9" * 30, "1.5"]) for name in
                    rng.sample(["WORLD_SIZE", "RANK", "LOCAL_RANK", "OMP_NUM_THREADS", "MASTER_PORT"], 2)}
         elif kind in ("file", "batch file"):
-            if rng.random() < 0.2:
-                os.mkfifo(path)
-            else:
-                with open(path, "wb") as f:
-                    f.write(rng.choice(TEXTS))
+            self.pipe_or_text(path, TEXTS, 0.2)
             more, changes = ([path], {}) if kind == "file" else ([], {"batch_schedule": "file", "batch_file": path})
         elif kind in ("meta", "bin"):
             shutil.copytree(self.data, path)
             if kind == "meta":
-                with open(os.path.join(path, "meta.json")) as f:
-                    meta = json.load(f)
-                meta[rng.choice(list(meta))] = rng.choice(["x", -1, 0, None, [], {}, 1.5, 10**30, "float32", True])
-                with open(os.path.join(path, "meta.json"), "w") as f:
-                    json.dump(meta, f)
+                def change(data):
+                    meta = json.loads(data)
+                    meta[rng.choice(list(meta))] = rng.choice(["x", -1, 0, None, [], {}, 1.5, 10**30, "float32", True])
+                    return json.dumps(meta).encode()
+                rewrite(os.path.join(path, "meta.json"), change)
             else:
-                name = os.path.join(path, rng.choice(["train.bin", "val.bin"]))
-                with open(name, "rb") as f:
-                    data = flip(f.read(), rng)
-                with open(name, "wb") as f:
-                    f.write(data)
+                rewrite(os.path.join(path, rng.choice(["train.bin", "val.bin"])), lambda data: flip(data, rng))
             changes = {"dataset": path}
         else:
             os.makedirs(out)
             with open(os.path.join(out, "log.jsonl"), "wb") as f:
                 f.write(rng.choice(TEXTS) + b"\n")
-        before = tree(out)
+        before = helpers.tree(out)
         child = self.train(out, env=env, more=[*more, "--stop_tokens=64"], **changes)
-        child.wait(20)
-        if child.code is None and os.path.exists(os.path.join(out, "ckpt.pt")):
-            return "survived", "it trains, slowly"
-        if child.code == 0:
-            return ("failed", f"a damaged {kind} was trained on") if kind == "bin" else ("survived", "")
-        bad = refusal(child)
-        if not bad and tree(out) != before and not os.path.exists(os.path.join(out, "config.json")):
-            bad = f"left something in {sorted(tree(out))}"
-        return ("failed", f"{kind} {changes or env or more} {bad}"[:400]) if bad else ("refused", "")
+        if child.wait(20) is None and os.path.exists(os.path.join(out, "ckpt.pt")):
+            return  # it trains, slowly
+        expect(child.code != 0 or kind != "bin", "damaged data were trained on")
+        if child.code != 0:
+            child.refused(f"{kind} {changes or env or more}"[:300])
+            expect(helpers.tree(out) == before or os.path.exists(os.path.join(out, "config.json")),
+                   f"left something in {sorted(helpers.tree(out))}")
+            raise RefusedError
+
+    def pipe_or_text(self, path, texts, share):
+        """In this share of cases a pipe, else a file with one of the texts."""
+        if self.chance(share):
+            os.mkfifo(path)
+        else:
+            with open(path, "wb") as f:
+                f.write(self.rng.choice(texts))
 
     def edits(self):
         """A schedule in a file, edited badly while the run goes on."""
@@ -230,40 +214,28 @@ class Attack(Hostile, Sources):
         with open(path, "w") as f:
             f.write("0 4\n6400 16\n")
         child = self.train(out, batch_schedule="file", batch_file=path)
-        time.sleep(self.rng.uniform(0.1, 0.6))
+        self.pause(0.1, 0.6)
         os.unlink(path)
-        if self.rng.random() < 0.3:
-            os.mkfifo(path)
-        else:
-            with open(path, "wb") as f:
-                f.write(self.rng.choice([*TEXTS, b"0 4000000000000", b"0 -4", b"1e400 4"]))
-        child.wait()
-        if child.code == 0:
-            return "survived", ""
-        return ("failed", bad) if (bad := refusal(child)) else ("refused", "")
+        self.pipe_or_text(path, [*TEXTS, b"0 4000000000000", b"0 -4", b"1e400 4"], 0.3)
+        child.answered()
 
     def divergence(self):
         """A learning rate that is far too high: weights that are no numbers never take the place of good ones."""
         import torch
-
-        from trainer import checkpoint
         out = self.folder()
         child = self.train(out, learning_rate=10.0 ** self.rng.randint(3, 38), min_lr=1, warmup_tokens=0, grad_clip=0)
-        child.wait()
-        if child.code not in (0, 1) and (bad := refusal(child)):
-            return "failed", bad
-        finite = all(torch.isfinite(v).all() for v in checkpoint.load(out)["model"].values())
-        if not finite:
-            return "failed", "the checkpoint is not finite"
-        losses = [json.loads(line) for line in open(os.path.join(out, "log.jsonl"))]
-        last = [row[key] for row in losses for key in ("train/loss", "val/loss") if key in row][-1]
-        if child.code == 0 and last is None:
-            return "failed", "a run that ended without a finite loss ends with 0"
-        return ("survived", "") if child.code == 0 else ("refused", "")
+        if child.wait() not in (0, 1):
+            child.refused()
+        rows, weights = result(out)
+        expect(all(torch.isfinite(v).all() for v in weights.values()), "the checkpoint is not finite")
+        last = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row][-1]
+        expect(child.code != 0 or last is not None, "a run that ended without a finite loss ends with 0")
+        if child.code != 0:
+            raise RefusedError
 
 
 def soak(attack, steps):
-    """Descriptors, memory and time per step of a long run, at a tenth of the way and at its end."""
+    """Descriptors, memory and time per step of a long run, at a tenth of the way and at its end: (good or not, words)."""
     out, marks = attack.folder(), []
     child = attack.train(out, max_tokens=steps * 16, micro_batch_size=1, batch_size=1, batch_size_start=1, log_interval=100,
                          eval_tokens=steps * 4, checkpoint_tokens=steps, gns_calibrate=False, warmup_tokens=16)
@@ -283,8 +255,8 @@ def soak(attack, steps):
     part = max(1, len(times) // 5)
     early, late = (statistics.median(those) for those in (times[part // 2:part // 2 + part], times[-part:]))
     good = grown < 0.05 and files <= 1 and rows[-1]["step"] >= steps and late < 1.5 * early
-    return ("survived" if good else "failed"), (f"{rows[-1]['step']} steps: memory {grown:+.1%}, descriptors {files:+d}, "
-                                                f"a step {early:.2f} ms in the first fifth, {late:.2f} ms in the last")
+    return good, (f"{rows[-1]['step']} steps: memory {grown:+.1%}, descriptors {files:+d}, a step {early:.2f} ms in the first "
+                  f"fifth, {late:.2f} ms in the last")
 
 
 # how many of a hundred cases each kind gets
@@ -296,76 +268,76 @@ KINDS = {"kills": 5, "kills_in_writes": 6, "kills_of_a_rank": 1, "kills_in_prepa
          "pairs_of_sweeps": 1}
 
 
+def outcome(case):
+    """(survived, refused or failed, in which words); None for a case that could not be tried."""
+    try:
+        case()
+    except UntriedError:
+        return None
+    except RefusedError:
+        return "refused", ""
+    except FailedError as e:
+        return "failed", str(e)
+    except Exception as e:
+        return "failed", f"the attack met {type(e).__name__}: {e}"
+    return "survived", ""
+
+
 def run(attack, counts, show=print):
     table = {}
     for kind, count in counts.items():
-        row = table[kind] = {"tried": 0, "survived": 0, "refused": 0, "failed": 0, "why": []}
-        attack.left_out = []
-        for _ in range(count):
-            try:
-                found = getattr(attack, kind)()
-            except Exception as e:
-                found = "failed", f"the attack met {type(e).__name__}: {e}"
-            if found is None:  # it needs what we may not do here: mount a disk
-                continue
-            outcome, why = found
+        row = table[kind] = {**dict.fromkeys(COLUMNS, 0), "why": []}
+        for found in filter(None, (outcome(getattr(attack, kind)) for _ in range(count))):
             row["tried"] += 1
-            row[outcome] += 1
-            if outcome == "failed":
-                row["why"].append(why)
-        row["left_out"] = sorted(set(attack.left_out))
+            row[found[0]] += 1
+            row["why"] += [found[1]] if found[0] == "failed" else []
         show(line(kind, row))
-        if row["left_out"]:
-            show(f"    this version has no {', '.join(row['left_out'])}")
         for why in sorted(set(row["why"]))[:5]:
             show(f"    {why}")
     return table
 
 
 def line(kind, row):
-    return f"{kind:<26}" + "".join(f"{row[key]:>10}" for key in ("tried", "survived", "refused", "failed"))
+    return f"{kind:<26}" + "".join(f"{row[key]:>10}" for key in COLUMNS)
 
 
 def main(argv=None):
-    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--root", default=here, help="the checkout to attack")
     parser.add_argument("--only", choices=tuple(KINDS))
     parser.add_argument("--soak", type=int, default=0, help="and a run of so many steps, whose memory must not grow")
-    parser.add_argument("--before", help="what --out of another checkout wrote: both go into one file")
     parser.add_argument("--out", help="a JSON file for the table")
     args = parser.parse_args(argv)
-    before = joined.read(args.before) if args.before else None  # what is missing is missing now, not after an hour
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.path.insert(0, os.path.abspath(args.root))
     import torch
 
     from plots import style
     from trainer import hardware
     for name in ("train", "sample", "plot", "whatif", "sweep", "export", "data.text.prepare"):  # once, not in every fork
-        with contextlib.suppress(ModuleNotFoundError):  # another checkout may not have it
-            importlib.import_module(name)
+        importlib.import_module(name)
     style.pyplot()
     torch.set_num_threads(1)
     hardware.matmul_ceiling = lambda *_, **__: 1e12  # measures for 0.3 s
     counts = {kind: max(1, round(share * args.cases / 100)) for kind, share in KINDS.items() if args.only in (None, kind)}
-    print(f"{'':<26}{'tried':>10}{'survived':>10}{'refused':>10}{'failed':>10}")
+    print(f"{'':<26}" + "".join(f"{key:>10}" for key in COLUMNS))
     with tempfile.TemporaryDirectory() as work:
         attack = Attack(work, random.Random(args.seed))
         table = run(attack, counts, lambda text: print(text, flush=True))
         if args.soak:
-            outcome, words = soak(attack, args.soak)
-            table["soak"] = {"tried": 1, "survived": 0, "refused": 0, "failed": 0, outcome: 1, "why": [words]}
+            good, words = soak(attack, args.soak)
+            table["soak"] = {"tried": 1, "survived": int(good), "refused": 0, "failed": int(not good), "why": [words]}
             print(line("soak", table["soak"]) + f"    {words}")
-    total = joined.total(table)
+    total = {key: sum(row[key] for row in table.values()) for key in COLUMNS}
     print(line("in all", total))
     if args.out:
-        found = {"cases": args.cases, "seed": args.seed, "date": time.strftime("%Y-%m-%d"), "machine": hardware.facts("cpu"),
-                 "total": total, "kinds": table}
+        words = (f"Of {total['tried']:,} cases {total['survived']:,} survived bit for bit, {total['refused']:,} were refused "
+                 f"in words, {total['failed']:,} failed.")
+        found = {"command": f"python tests/attack/attack.py --cases={args.cases} --seed={args.seed} --soak={args.soak}",
+                 "cases": args.cases, "seed": args.seed, "date": time.strftime("%Y-%m-%d"), "machine": hardware.facts("cpu"),
+                 "finding": words, "total": total, "kinds": table}
         with open(args.out, "w") as f:
-            f.write(json.dumps(joined.join(before, found) if before else found, indent=1) + "\n")
+            f.write(json.dumps(found, indent=1) + "\n")
     return 1 if total["failed"] else 0
 
 

@@ -2,7 +2,6 @@
 
 import builtins
 import contextlib
-import hashlib
 import importlib
 import json
 import os
@@ -13,42 +12,46 @@ import sys
 import time
 import traceback
 
-TINY = dict(n_layer=1, n_head=2, n_embd=16, block_size=16, micro_batch_size=4, batch_size=16, batch_size_start=4,
-            max_tokens=6400, warmup_tokens=320, gns_half_life_tokens=1000, gns_calibrate=True, eval_tokens=1600,
-            eval_iters=4, log_interval=1, checkpoint_tokens=640, dropout=0.1, device="cpu", dtype="float32", compile="False")
-TIMED = {"dt_ms", "tok_per_sec", "mfu", "seconds"}
+from tests import helpers
+
+TINY = {**helpers.TINY, "n_layer": 1, "max_tokens": 6400, "gns_calibrate": True, "dropout": 0.1}
 SECONDS = 60  # a case that takes longer hangs
+CHECKPOINTS = "ckpt.pt", "ckpt.1.pt", "ckpt.best.pt"
 GARBAGE = ["", "-1", "0", "1e400", "9" * 25, "9" * 400, "9" * 5000, "nan", "-inf", "1e18", "1e9", "True", "None", "()",
            "(" * 300, "(1,", "[1, 'a']", "{}", "'", "\\", "ä", "\udcff", "a\nb", "/dev/null", "/dev/zero", "..", "x" * 5000,
            "0x10", "1_0", "1j", "0.5"]
 TEXTS = [b"", b"\0", b"\xff\xfe", b"\0" * 4096, b"[" * 100_000, b"{}", b"[]", b"null", b"1", b'"x"', b"raise KeyError",
          b"import sys; sys.exit(3)", b"batch_size = 10**400", b"seed = 9e999", b"lr = 1", b"out_dir = 'a\\0b'",
          b"n_layer = print", b"1e9999999 8", b"0 1e9999999", b"0 8\n0 8", b"0:8"]
+HOSTILE = [None, 0, -1, 1, 2, 0.5, 1e300, -1e300, 10**20, 2**62, True, "x", [], {}]  # for a value of a JSON file
+
+
+# -- how a case ends: it returns where all that comes out is what comes out without the attack
+
+class FailedError(Exception):
+    """Something is lost, wrong in silence, or without words."""
+
+
+class RefusedError(Exception):
+    """It ended with one line of words, or said what is lost."""
+
+
+class UntriedError(Exception):
+    """Nothing could be tried: no disk may be mounted here, or nobody could have noticed."""
+
+
+def expect(good, words):
+    """A case fails, with these words, unless something is as it should be."""
+    if not good:
+        raise FailedError(words)
 
 
 # -- processes
 
-def dataset(folder):
-    rng = random.Random(0)
-    os.makedirs(folder)
-    meta = {"format": 1, "vocab_size": 64, "dtype": "uint8", "tokenizer": "bytes"}
-    for split, n in (("train", 4000), ("val", 1000)):
-        ids, now = bytearray(), 0
-        for _ in range(n):
-            now = (now + rng.choice([1, 3, 7])) % 64
-            ids.append(now)
-        with open(os.path.join(folder, f"{split}.bin"), "wb") as f:
-            f.write(ids)
-        meta |= {f"{split}_tokens": n, f"{split}_sha256": hashlib.sha256(ids).hexdigest()}
-    with open(os.path.join(folder, "meta.json"), "w") as f:
-        json.dump(meta, f)
-    return folder
-
-
 class Child:
     """main(arguments) of a command, train.py if not told otherwise, in a fork of this process."""
 
-    def __init__(self, work, arguments, prepare=lambda: None, env=None, stdout=None, command="train"):
+    def __init__(self, work, arguments, prepare=lambda: None, env=None, command="train"):
         self.errors, self.output = (os.path.join(work, f"{name}-{random.random()}") for name in ("stderr", "stdout"))
         self.started = time.monotonic()
         self.pid = os.fork()
@@ -56,8 +59,7 @@ class Child:
             return
         code = 70
         try:
-            out = os.open(self.output, os.O_WRONLY | os.O_CREAT) if stdout is None else stdout
-            os.dup2(out, 1)
+            os.dup2(os.open(self.output, os.O_WRONLY | os.O_CREAT), 1)
             os.dup2(os.open(self.errors, os.O_WRONLY | os.O_CREAT), 2)
             sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
             os.environ.update(env or {})
@@ -85,10 +87,18 @@ class Child:
                 self.code = os.waitstatus_to_exitcode(status)
                 return self.code
             time.sleep(0.005)
-        os.kill(self.pid, signal.SIGKILL)
+        self.kill(signal.SIGKILL)
         os.waitpid(self.pid, 0)
         self.code = None
         return None
+
+    def kill(self, number):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+    def ended(self):
+        """Whether it is over; it can still be waited for."""
+        return bool(os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT))
 
     def error(self):
         return read(self.errors)
@@ -97,25 +107,24 @@ class Child:
         """Whether it says that no kernel could be had: then it rightly computes other bits."""
         return "norm layers: ref" in read(self.output) or "norm layers use plain torch" in self.error()
 
+    def refused(self, about="", names=""):
+        """It must have ended with one line of words, which name a path where one is given."""
+        wrong = refusal(self)
+        if not wrong and names not in self.error():
+            wrong = f"names no file: {self.error()[-150:]!r}"
+        expect(not wrong, f"{about}: {wrong}")
+
+    def answered(self, about="", codes=(0,), names="", seconds=SECONDS):
+        """It may have done what was asked; else it must have been refused, which ends the case."""
+        if self.wait(seconds) not in codes or "Traceback" in self.error():
+            self.refused(about, names)
+            raise RefusedError
+
 
 def read(path):
     with contextlib.suppress(OSError), open(path, encoding="utf-8", errors="replace") as f:
         return f.read()
     return ""
-
-
-# -- the oracle
-
-def result(out):
-    """What a run leaves: rows without times, and weights."""
-    from trainer import checkpoint, log
-    rows = [{k: v for k, v in row.items() if k not in TIMED and not k.startswith("step_time/")} for row in log.read(out)]
-    return rows, checkpoint.load(out)["model"]
-
-
-def same(a, b):
-    import torch
-    return a[0] == b[0] and a[1].keys() == b[1].keys() and all(torch.equal(a[1][k], b[1][k]) for k in a[1])
 
 
 def refusal(child):
@@ -132,17 +141,32 @@ def refusal(child):
     return "" if good else f"exit {child.code}: {text[-150:]!r}"
 
 
+# -- the oracle
+
+def result(out):
+    """What a run leaves: rows without times, and weights."""
+    from trainer import checkpoint
+    return helpers.untimed(out), checkpoint.load(out)["model"]
+
+
 class Harness:
     def __init__(self, work, rng):
-        import configurator
-        self.work, self.rng, self.number, self.keys = work, rng, 0, list(configurator.FIELDS)
-        self.left_out = []  # commands that this version does not have, of the kind that is tried now
-        self.data = dataset(os.path.join(work, "data"))
-        self.whole = self.folder()
-        assert self.train(self.whole).wait() == 0, "a run without an attack"
+        self.work, self.rng, self.number, self.made = work, rng, 0, {}
+        ids = [0]
+        for step in random.Random(0).choices([1, 3, 7], k=4999):
+            ids.append((ids[-1] + step) % 64)
+        self.data = helpers.write_dataset(os.path.join(work, "data"), ids[:4000], ids[4000:], vocab_size=64)
+        self.whole, self.stopped = self.run(), self.run(stop_tokens=3200)  # the latter with some checkpoints, half of the way
         self.reference = result(self.whole)
-        self.stopped = self.folder()  # some checkpoints, half of the way
-        assert self.train(self.stopped, stop_tokens=3200).wait() == 0
+
+    def once(self, name, make):
+        """What several cases need, made by the first of them."""
+        if name not in self.made:
+            self.made[name] = make()
+        return self.made[name]
+
+    def chance(self, share):
+        return self.rng.random() < share
 
     def folder(self, like=None):
         self.number += 1
@@ -151,12 +175,31 @@ class Harness:
             shutil.copytree(like, path)
         return path
 
-    def train(self, out, prepare=lambda: None, env=None, stdout=None, more=(), **changes):
+    def some_folder(self, share=0.5):
+        """A new one, or that of a run that was stopped half of the way."""
+        return self.folder(self.stopped if self.chance(share) else None)
+
+    def train(self, out, prepare=lambda: None, env=None, more=(), **changes):
         values = {**TINY, "dataset": self.data, "out_dir": out, "resume": "auto", **changes}
-        return Child(self.work, [*(f"--{k}={v}" for k, v in values.items()), *more], prepare, env, stdout)
+        return Child(self.work, [*helpers.as_args(values), *more], prepare, env)
+
+    def run(self, **changes):
+        """The folder of a run without an attack."""
+        out = self.folder()
+        expect(self.train(out, **changes).wait() == 0, "a run without an attack")
+        return out
 
     def command(self, name, *arguments, prepare=lambda: None, env=None):
-        return Child(self.work, [str(a) for a in arguments], prepare, env, command=name)
+        return Child(self.work, [str(a) for a in arguments], prepare, env, name)
+
+    def some_command(self, asked, **how):
+        """(one of such commands, which is started, its words)"""
+        words = self.rng.choice(asked)
+        return self.command(*words, **how), " ".join(map(str, words))
+
+    def pause(self, *seconds):
+        """A random time between two, or one of several."""
+        time.sleep(self.rng.uniform(*seconds) if len(seconds) == 2 else self.rng.choice(seconds))
 
     def wait_for_log(self, child, out, size=0):
         """Until the log of a run is so long, or the run takes too long; returns its path."""
@@ -165,28 +208,27 @@ class Harness:
             time.sleep(0.005)
         return log
 
-    def outcome(self, child, out, reference=None):
-        """Of a run that should have come to its end."""
-        child.wait()
-        if child.code != 0:
-            bad = refusal(child)
-            return ("failed", bad) if bad else ("refused", "")
+    def came_to_its_end(self, child, out, reference=None, about=""):
+        """A run that was attacked: bit for bit the run without the attack, or refused."""
+        if child.wait() != 0:
+            child.refused(about)
+            raise RefusedError
         try:
-            if same(result(out), reference or self.reference):
-                return "survived", ""
+            if helpers.same_tensors(result(out), reference or self.reference):
+                return
         except Exception as e:
-            return "failed", f"unreadable result: {e}"
+            raise FailedError(f"{about}: unreadable result: {e}") from None
         log = os.path.join(out, "log.jsonl")
-        if child.has_no_kernel():
-            return "refused", "another kernel"
-        text = open(log).read()
+        text = read(log)
         said = os.path.exists(log + ".damaged") or "it is gone" in text or "was changed by another program" in text
-        return ("refused", "kept aside") if said else ("failed", "silent change")
+        expect(said or child.has_no_kernel(), f"{about}: silent change")
+        raise RefusedError
 
-    def resumed(self, out):
-        return self.outcome(self.train(out), out)
+    def resumed(self, out, reference=None, **changes):
+        self.came_to_its_end(self.train(out, **changes), out, reference)
 
 
+# -- damage
 
 def flip(data, rng):
     data = bytearray(data)
@@ -194,13 +236,54 @@ def flip(data, rng):
     return bytes(data)
 
 
-def tree(folder):
-    found = {}
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with open(os.path.join(path, name), "rb") as f:
-                found[name] = f.read()
-    return found
+def rewrite(path, change):
+    """A file of its own (names of one file share their damage) with change(its content), or none for None."""
+    with open(path, "rb") as f:
+        data = change(f.read())
+    os.unlink(path)
+    if data is not None:
+        with open(path, "wb") as f:
+            f.write(data)
+
+
+def damage(path, rng):
+    """Zeros, a cut, nothing at all, foreign content, a flipped bit."""
+    def change(data):
+        at = rng.randrange(max(1, len(data)))
+        return rng.choice([data[:at] + bytes(min(4096, len(data) - at)) + data[at + 4096:], data[:at], None, rng.choice(TEXTS),
+                           data[:at] + b"garbage\n" + data[at:], flip(data or b"x", rng)])
+    with contextlib.suppress(FileNotFoundError):
+        rewrite(path, change)
+
+
+def change_values(path, rng):
+    """Values of a JSON file, or of rows of a log, that are no such values; keys that are gone."""
+    try:
+        with open(path) as f:
+            lines = [f.read()] if path.endswith(".json") else f.read().splitlines()
+        if not all(isinstance(json.loads(line), dict) for line in lines):
+            return
+    except (OSError, ValueError, RecursionError):  # damaged already
+        return
+    for _ in range(rng.choice([1, 3, 30])):
+        i = rng.randrange(len(lines))
+        whole = json.loads(lines[i])
+        if not whole:
+            break
+        change_a_value(whole, rng, HOSTILE, deeper=0.6, gone=0.2)
+        lines[i] = json.dumps(whole)
+    rewrite(path, lambda _: "".join(line + "\n" for line in lines).encode())
+
+
+def change_a_value(where, rng, values, deeper, gone):
+    """One value somewhere in a dictionary of dictionaries becomes another, or is gone."""
+    while rng.random() < deeper and (inner := [v for v in where.values() if isinstance(v, dict) and v]):
+        where = rng.choice(inner)
+    key = rng.choice(list(where) or ["new"])
+    if rng.random() < gone:
+        where.pop(key, None)
+    else:
+        where[key] = rng.choice(values)
 
 
 # -- a process that is killed where it hurts most
@@ -210,29 +293,26 @@ DEADLY = ("fsync", "replace", "link", "unlink", "write")
 
 def deadly(name, nth, before):
     """prepare() of a Child that is killed at its nth call of os.<name>, before or after it; write: in the middle of a write."""
+    calls = iter(range(1, 1 << 30))
+
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def prepare():
-        calls = [0]
-
-        def due():
-            calls[0] += 1
-            return calls[0] == nth
-
-        def die():
-            os.kill(os.getpid(), signal.SIGKILL)
         if name == "write":
             real_open = builtins.open
             builtins.open = lambda file, mode="r", *a, **k: (
-                Torn(real_open(file, mode, *a, **k), due, die) if "b" in mode and set("wa") & set(mode) else
-                real_open(file, mode, *a, **k))
+                Torn(real_open(file, mode, *a, **k), lambda: next(calls) == nth, die) if "b" in mode and set("wa") & set(mode)
+                else real_open(file, mode, *a, **k))
             return
         real = getattr(os, name)
 
         def call(*args, **kwargs):
-            now = due()
-            if now and before:
+            due = next(calls) == nth
+            if due and before:
                 die()
             value = real(*args, **kwargs)
-            if now:
+            if due:
                 die()
             return value
         setattr(os, name, call)

@@ -16,34 +16,30 @@ import zipfile
 import zlib
 from collections import OrderedDict
 
-from around import HOSTILE, MEGABYTE, Around
-from harness import flip, refusal
+import torch
+
+from tests.attack.around import MEGABYTE, Around
+from tests.attack.harness import CHECKPOINTS, HOSTILE, RefusedError, expect, flip
 
 
 class Hostile(Around):
     def mutants(self):
         """A checkpoint whose tensors, pickle or archive are not what torch.save writes: refused in one line, or of no harm."""
         out = self.folder(self.stopped)
-        for name in ("ckpt.1.pt", "ckpt.best.pt"):
+        for name in CHECKPOINTS[1:]:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(out, name))
-        how = made(os.path.join(out, "ckpt.pt"), self.rng)
-        fresh = f"{out}-fresh"
+        how, fresh = made(os.path.join(out, CHECKPOINTS[0]), self.rng), f"{out}-fresh"
         child = self.rng.choice([lambda: self.train(out, stop_tokens=3300)] * 5 + [
             lambda: self.command("sample", out, "--tokens=3", "--prompt=\x01"),
             lambda: self.command("export", out, f"--hf={fresh}"), lambda: self.command("train", out, "--eval"),
             lambda: self.train(fresh, branch_from=out, stop_tokens=3300)])()
-        child.wait()
-        if child.code in (0, 1) and "Traceback" not in child.error():
-            return "survived", ""
-        return ("failed", f"{how}: {bad}") if (bad := refusal(child)) else ("refused", "")
+        child.answered(how, codes=(0, 1))
 
     def specials(self):
         """A pipe, a socket, a device, a folder or a link that leads nowhere in the place of a file: never waited for."""
-        rng, out, data, cache = self.rng, self.folder(self.whole), self.folder(self.data), self.folder()
-        whole = rng.random() < 0.5
-        if not whole:
-            out = self.folder(self.stopped)
+        rng, data, cache, fresh = self.rng, self.folder(self.data), self.folder(), self.folder()
+        out = self.folder(rng.choice([self.whole, self.stopped]))
         os.mkdir(cache, 0o700)
         for name in os.listdir(CACHE) if os.path.isdir(CACHE) else ():
             if name.endswith((".so", ".sha256")):
@@ -51,7 +47,7 @@ class Hostile(Around):
         schedule = os.path.join(out, "schedule.txt")
         with open(schedule, "w") as f:
             f.write("0 4\n")
-        names = ["lock", "log.jsonl", "ckpt.pt", "ckpt.1.pt", "ckpt.best.pt", "config.json", "step_time.json", "report.png"]
+        names = ["lock", "log.jsonl", *CHECKPOINTS, "config.json", "step_time.json", "report.png"]
         paths = [*(os.path.join(out, name) for name in [*names, *names, "schedule.txt"]), out,
                  *(os.path.join(data, name) for name in ("train.bin", "val.bin", "meta.json", "verified.json", "meta.pkl")),
                  *(os.path.join(cache, name) for name in [*os.listdir(cache), "lock"])]
@@ -59,37 +55,30 @@ class Hostile(Around):
         with contextlib.suppress(FileNotFoundError):
             os.rename(path, f"{path}.moved")
         SPECIALS[kind](path)
-        keys = {"dataset": data, **({"batch_schedule": "file", "batch_file": schedule} if path == schedule else {})}
-        fresh = self.folder()
-        env = {"RIGHTBATCH_CACHE": cache}
-        child = rng.choice([*[lambda: self.train(out, env=env, **keys)] * 6, lambda: self.train(fresh, env=env, **keys),
-                            lambda: self.train(fresh, env=env, branch_from=out, **keys),
-                            lambda: self.train(fresh, env=env, more=[path]), *(
-            lambda words=words: self.command(words[0], out, *words[1:], env=env) for words in self.possible([
-                ("sample", "--tokens=3"), ("plot", f"--out={fresh}"), ("whatif", "--json=-"), ("export", f"--hf={fresh}"),
-                ("train", "--eval")]))])()
-        child.wait(30)
-        if child.code in (0, 1) and "Traceback" not in child.error():
-            return "survived", ""
-        return ("failed", f"{kind} as {os.path.basename(path)}: {bad}") if (bad := refusal(child)) else ("refused", "")
-
+        keys = {"dataset": data, "env": {"RIGHTBATCH_CACHE": cache}}
+        keys |= {"batch_schedule": "file", "batch_file": schedule} if path == schedule else {}
+        asked = [("sample", out, "--tokens=3"), ("plot", out, f"--out={fresh}"), ("whatif", out, "--json=-"),
+                 ("export", out, f"--hf={fresh}"), ("train", out, "--eval")]
+        child = rng.choice([*[lambda: self.train(out, **keys)] * 6, lambda: self.train(fresh, **keys),
+                            lambda: self.train(fresh, branch_from=out, **keys), lambda: self.train(fresh, more=[path], **keys),
+                            *[lambda: self.some_command(asked, env=keys["env"])[0]] * 5])()
+        child.answered(f"{kind} as {os.path.basename(path)}", codes=(0, 1), seconds=30)
 
     def little_memory(self):
         """Too little memory at some moment: one line, or a dead process where a library sees no other way. Nothing is lost."""
-        out = self.folder(self.stopped if self.rng.random() < 0.5 else None)
-        room = self.rng.randint(0, self.rng.choice([1, 8, 60]) * MEGABYTE)
+        out, room = self.some_folder(), self.rng.randint(0, self.rng.choice([1, 8, 60]) * MEGABYTE)
 
         def prepare():
             with open("/proc/self/statm") as f:
                 used = int(f.read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
         child = self.train(out, prepare)
-        child.wait()
-        if child.code is None or child.code > 0 and (bad := refusal(child)):
-            return "failed", f"{room} bytes: {bad if child.code else 'hang'}"
+        expect(child.wait() is not None, f"{room} bytes: hang")
+        if child.code > 0:
+            child.refused(f"{room} bytes")
         if child.has_no_kernel():  # it could not be mapped
-            return "refused", "another kernel"
-        return self.resumed(out)
+            raise RefusedError
+        self.resumed(out)
 
 
 def socket_at(path):
@@ -147,7 +136,6 @@ def mutant(data, rng):
 
 
 def tensor_changed(whole, rng):
-    import torch
     state = torch.load(io.BytesIO(whole), weights_only=True)
     places = [(where, key) for where in dictionaries(state) for key, value in where.items() if torch.is_tensor(value)]
     words = []
@@ -155,14 +143,14 @@ def tensor_changed(whole, rng):
         (where, key), (there, other) = rng.sample(places, 2)
         kind = rng.choice(list(TENSORS))
         with contextlib.suppress(*NO_SUCH):
-            where[key] = TENSORS[kind](torch, where[key], there[other])
+            where[key] = TENSORS[kind](where[key], there[other])
             words.append(f"{key} {kind}")
     file = io.BytesIO()
     torch.save(state, file)
     return words[:3], file.getvalue()
 
 
-def subclass(torch, t, other):
+def subclass(t, other):
     class Sub(torch.Tensor):
         pass
     globals()["Sub"], Sub.__qualname__ = Sub, "Sub"
@@ -170,47 +158,47 @@ def subclass(torch, t, other):
 
 
 TENSORS = {  # of such a tensor, and another of the checkpoint
-    "expanded": lambda torch, t, other: t.flatten()[:1].expand(t.numel()).view(t.shape) if t.dim() < 2 else
+    "expanded": lambda t, other: t.flatten()[:1].expand(t.numel()).view(t.shape) if t.dim() < 2 else
     t.flatten()[0].expand(t.shape),
-    "rows expanded": lambda torch, t, other: t[:1].expand(t.shape),
-    "transposed": lambda torch, t, other: t.t().contiguous().t() if t.dim() == 2 else t.repeat_interleave(2)[::2],
-    "overlapping": lambda torch, t, other: t.new_zeros(t.numel() + 1).as_strided(t.shape, [1] * t.dim()),
-    "a scalar": lambda torch, t, other: t.flatten()[0].clone(),
-    "one element": lambda torch, t, other: t.flatten()[:1].clone(),
-    "empty": lambda torch, t, other: t.new_zeros(0),
-    "empty and huge": lambda torch, t, other: t.new_zeros((0, 2**40)),
-    "huge": lambda torch, t, other: t.new_zeros(1).expand(2**40),
-    "longer": lambda torch, t, other: t.new_zeros((2, *t.shape)),
-    "shared": lambda torch, t, other: other,
-    "a part of another": lambda torch, t, other: other.flatten()[:t.numel()].view(t.shape),
-    "a view of more": lambda torch, t, other: torch.cat([t.flatten(), t.flatten()])[t.numel():].view(t.shape),
-    "sparse": lambda torch, t, other: t.to_sparse(),
-    "CSR": lambda torch, t, other: t.to_sparse_csr(),
-    "CSC": lambda torch, t, other: t.to_sparse_csc(),
-    "a parameter": lambda torch, t, other: torch.nn.Parameter(t.clone()),
-    "a buffer": lambda torch, t, other: torch.nn.Buffer(t.clone()),
-    "with a gradient": lambda torch, t, other: t.clone().requires_grad_(),
-    "quantised": lambda torch, t, other: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.quint8),
-    "quantised by channel": lambda torch, t, other: torch.quantize_per_channel(
+    "rows expanded": lambda t, other: t[:1].expand(t.shape),
+    "transposed": lambda t, other: t.t().contiguous().t() if t.dim() == 2 else t.repeat_interleave(2)[::2],
+    "overlapping": lambda t, other: t.new_zeros(t.numel() + 1).as_strided(t.shape, [1] * t.dim()),
+    "a scalar": lambda t, other: t.flatten()[0].clone(),
+    "one element": lambda t, other: t.flatten()[:1].clone(),
+    "empty": lambda t, other: t.new_zeros(0),
+    "empty and huge": lambda t, other: t.new_zeros((0, 2**40)),
+    "huge": lambda t, other: t.new_zeros(1).expand(2**40),
+    "longer": lambda t, other: t.new_zeros((2, *t.shape)),
+    "shared": lambda t, other: other,
+    "a part of another": lambda t, other: other.flatten()[:t.numel()].view(t.shape),
+    "a view of more": lambda t, other: torch.cat([t.flatten(), t.flatten()])[t.numel():].view(t.shape),
+    "sparse": lambda t, other: t.to_sparse(),
+    "CSR": lambda t, other: t.to_sparse_csr(),
+    "CSC": lambda t, other: t.to_sparse_csc(),
+    "a parameter": lambda t, other: torch.nn.Parameter(t.clone()),
+    "a buffer": lambda t, other: torch.nn.Buffer(t.clone()),
+    "with a gradient": lambda t, other: t.clone().requires_grad_(),
+    "quantised": lambda t, other: torch.quantize_per_tensor(t.float(), 0.1, 0, torch.quint8),
+    "quantised by channel": lambda t, other: torch.quantize_per_channel(
         t.float(), torch.ones(len(t)), torch.zeros(len(t)), 0, torch.qint8),
-    "nested": lambda torch, t, other: torch.nested.nested_tensor([t.clone(), t.clone()]),
-    "jagged": lambda torch, t, other: torch.nested.nested_tensor([t.clone(), t.clone()], layout=torch.jagged),
-    "meta": lambda torch, t, other: t.to("meta"),
-    "complex": lambda torch, t, other: t.to(torch.complex64),
-    "conjugated": lambda torch, t, other: t.to(torch.complex64).conj(),
-    "negated": lambda torch, t, other: torch._neg_view(t.clone()),
+    "nested": lambda t, other: torch.nested.nested_tensor([t.clone(), t.clone()]),
+    "jagged": lambda t, other: torch.nested.nested_tensor([t.clone(), t.clone()], layout=torch.jagged),
+    "meta": lambda t, other: t.to("meta"),
+    "complex": lambda t, other: t.to(torch.complex64),
+    "conjugated": lambda t, other: t.to(torch.complex64).conj(),
+    "negated": lambda t, other: torch._neg_view(t.clone()),
     "a subclass": subclass,
-    "MKLDNN": lambda torch, t, other: t.to_mkldnn(),
-    "float8": lambda torch, t, other: t.to(torch.float8_e5m2),
-    "bool": lambda torch, t, other: t.to(torch.bool),
-    "int64": lambda torch, t, other: t.to(torch.int64),
-    "uint16": lambda torch, t, other: t.to(torch.uint16),
-    "float64": lambda torch, t, other: t.double(),
-    "bfloat16": lambda torch, t, other: t.bfloat16(),
-    "not finite": lambda torch, t, other: torch.full_like(t, float("nan")),
-    "all bits": lambda torch, t, other: torch.full_like(t, 255 if t.dtype == torch.uint8 else -3e38),
-    "a list": lambda torch, t, other: t.tolist(),
-    "a storage": lambda torch, t, other: t.untyped_storage()}
+    "MKLDNN": lambda t, other: t.to_mkldnn(),
+    "float8": lambda t, other: t.to(torch.float8_e5m2),
+    "bool": lambda t, other: t.to(torch.bool),
+    "int64": lambda t, other: t.to(torch.int64),
+    "uint16": lambda t, other: t.to(torch.uint16),
+    "float64": lambda t, other: t.double(),
+    "bfloat16": lambda t, other: t.bfloat16(),
+    "not finite": lambda t, other: torch.full_like(t, float("nan")),
+    "all bits": lambda t, other: torch.full_like(t, 255 if t.dtype == torch.uint8 else -3e38),
+    "a list": lambda t, other: t.tolist(),
+    "a storage": lambda t, other: t.untyped_storage()}
 
 
 def dictionaries(value):
@@ -221,7 +209,6 @@ def dictionaries(value):
 
 def value_changed(whole, rng):
     """What torch.load takes beside tensors: endless values, keys that are no names, attributes, groups of the optimizer."""
-    import torch
     state = torch.load(io.BytesIO(whole), weights_only=True)
     where = rng.choice(dictionaries(state))
     kind = rng.choice(["endless", "itself", "deep", "key", "set", "attributes", "group"])

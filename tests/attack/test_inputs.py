@@ -19,7 +19,7 @@ import train
 import whatif
 from data.text import prepare
 from system import files
-from tests.helpers import TINY
+from tests.helpers import TINY, as_args, tree
 from trainer import checkpoint, log
 
 quick = settings(max_examples=int(os.environ.get("ATTACK_EXAMPLES", 100)), deadline=None, derandomize=True,
@@ -36,15 +36,13 @@ def start(tmp_path, tiny_data, monkeypatch, capsys):
     def began(*_):
         raise BeganError
 
-    def tree(folder):
-        return {os.path.join(d, f): open(os.path.join(d, f), "rb").read() for d, _, files in os.walk(folder) for f in files}
     monkeypatch.setattr(train, "GPT", began)
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments, **keys):
         capsys.readouterr()
         before = tree(tmp_path)
-        typed = [f"--{k}={v}" for k, v in {"dataset": tiny_data, "out_dir": tmp_path / "new" / "run", **TINY, **keys}.items()]
+        typed = as_args({"dataset": tiny_data, "out_dir": tmp_path / "new" / "run", **TINY, **keys})
         try:
             train.main([*arguments, *typed])
         except BeganError:
@@ -166,7 +164,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory, tiny_data):
     out = tmp_path_factory.mktemp("run")
-    train.main([f"--{k}={v}" for k, v in {"dataset": tiny_data, "out_dir": out, **TINY, "gns_calibrate": True}.items()])
+    train.main(as_args({"dataset": tiny_data, "out_dir": out, **TINY, "gns_calibrate": True}))
     return out
 
 
@@ -180,7 +178,7 @@ def test_any_options_of_any_other_command(a_run, tmp_path, tiny_data, monkeypatc
     typed = [f"{key}={data.draw(values)}" for key in data.draw(st.lists(st.sampled_from(OPTIONS[command]), max_size=3))]
     fixed = {sample: [str(a_run), "--tokens=2"], whatif: [str(a_run), "--json=-"], plot: ["--compare", f"a={a_run}"],
              export: [str(a_run), "--hf=exported"],
-             sweep: ["runs", "--dry_run", *(f"--{k}={v}" for k, v in TINY.items()), f"--dataset={tiny_data}",
+             sweep: ["runs", "--dry_run", *as_args(TINY), f"--dataset={tiny_data}",
                      f"--out_dir={tmp_path / 'sweep'}"],
              prepare: [os.path.join(tiny_data, "train.bin"), f"--out={tmp_path / 'prepared'}"]}[command]
     if command is export:
