@@ -7,15 +7,15 @@ where `import gns` finds them, too: each module, and each custom op in it, exist
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if Path(__file__).with_name("gns.py").exists():
-    from rightbatch import gns, ln_kernel
-else:
+if not Path(__file__).with_name("gns.py").exists():
     import gns
     import ln_kernel
     for module in (gns, ln_kernel):
         if Path(str(module.__file__)).parent != Path(__file__).parent.parent:
             raise ImportError(f"rightbatch needs its own {module.__name__}.py, and {module.__file__} comes before it on "
                               "sys.path: rename that file")
+else:
+    from rightbatch import gns, ln_kernel
 
 # Last, and not when first asked for: importing the modules watch and verify puts them under these names, then the functions.
 from rightbatch import per_example

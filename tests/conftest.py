@@ -10,10 +10,12 @@ import torch
 pytest.register_assert_rewrite("tests.helpers", "tests.watching")
 from tests.helpers import TINY, write_dataset  # noqa: E402
 
+TESTS = os.path.dirname(os.path.abspath(__file__))
 torch.set_num_threads(1)  # tiny tensors: a second thread only adds waiting, and sums keep one order
 
-# what a slow test or one of its helpers says: it starts a process, or compiles
-SLOW = re.compile(r"subprocess\.|multiprocessing|mp\.spawn|os\.fork\(|torch\.compile\b|triton_compile\.|--jobs=")
+# what a slow test or one of its helpers says: it starts a process, compiles, or has a sweep make its runs
+SLOW = re.compile(r"subprocess\.|multiprocessing|mp\.spawn|os\.fork\(|torch\.compile\b|triton_compile\.|"
+                  r"run_training|\b(jobs|trial|wandb_server|against)\.[a-z]|sweep\.main")
 
 
 def pytest_collection_modifyitems(items):
@@ -27,12 +29,16 @@ def pytest_collection_modifyitems(items):
 def is_slow(function, seen):
     """Whether the source of a function, or of one in tests/ that it names, matches SLOW."""
     function = inspect.unwrap(function)
-    if function in seen or not getattr(function, "__module__", "").startswith("tests.") and "test_" not in function.__module__:
+    if function in seen or not inspect.getsourcefile(function).startswith(TESTS):
         return False
     seen.add(function)
-    names = [function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__]
-    helpers = [value for value in names if inspect.isfunction(value)]
+    helpers = [value for name in names(function.__code__) if inspect.isfunction(value := function.__globals__.get(name))]
     return bool(SLOW.search(inspect.getsource(function))) or any(is_slow(helper, seen) for helper in helpers)
+
+
+def names(code):
+    """What a function names, and what functions within it do."""
+    return {*code.co_names, *(name for inner in code.co_consts if inspect.iscode(inner) for name in names(inner))}
 
 
 @pytest.fixture(scope="session")

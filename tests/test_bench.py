@@ -139,6 +139,7 @@ for step in range(int(given["max_iters"]) + 1):
 '''
 
 
+@pytest.mark.slow
 def test_whole_processes_are_timed_by_their_own_words_without_the_first_steps(tiny_models, tmp_path, monkeypatch, capsys):
     (tmp_path / "model.py").write_text(STAND_IN.replace("SCALE", "1"))
     (tmp_path / "train.py").write_text(THEIR_TRAIN)
@@ -156,6 +157,7 @@ def test_whole_processes_are_timed_by_their_own_words_without_the_first_steps(ti
 
 
 @pytest.mark.parametrize("scale, code", [("1", 0), ("3", 1)])
+@pytest.mark.slow
 def test_against_times_both_in_turns_and_tells_whether_the_losses_agree(tiny_models, tmp_path, monkeypatch, capfd, scale, code):
     if code:  # threads in place of processes, which once is enough to start
         monkeypatch.setattr(against, "worker", lambda: ThreadPoolExecutor(1))

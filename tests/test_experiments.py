@@ -136,6 +136,7 @@ def test_predictions_are_exact_where_runs_follow_the_theory():
 
 # -- step_cost.py
 
+@pytest.mark.slow
 def test_the_step_cost_experiment_compares_predicted_and_taken_times(tmp_path, monkeypatch, tiny_data, capsys):
     monkeypatch.setattr(step_cost, "ACCUMULATIONS", (1, 2))
     monkeypatch.setattr(step_cost, "STEPS", 16)

@@ -128,6 +128,7 @@ def test_weights_of_the_averages_match_a_plain_weighted_computation():
 
 
 @pytest.mark.parametrize("half_life, steps", [(1e9, 16), (1e9, 100), (2000, 200)])
+@pytest.mark.slow
 def test_the_95_percent_interval_covers_the_truth_in_92_to_98_percent_of_trials(half_life, steps):
     rng = np.random.default_rng(steps)
     mean, scale_ = np.full(6, 0.5), np.linspace(0.5, 2, 6)
@@ -214,6 +215,7 @@ def calibration_trial(rng, steps, every, drift=1.0, B=16):
     return calibration, part, truth, truth / ((scale[:2] ** 2).sum() / (mean[:2] ** 2).sum())
 
 
+@pytest.mark.slow
 def test_the_calibration_interval_covers_the_true_factor():
     rng = np.random.default_rng(3)
     inside = np.zeros(2)

@@ -128,6 +128,7 @@ def test_it_may_be_turned_on_by_a_resume_and_is_measured_at_logged_steps(tmp_pat
         assert {k: two[step][k] for k in MEASURED} == {k: row[k] for k in MEASURED}
 
 
+@pytest.mark.slow
 def test_float16_loss_scaling_is_undone(tmp_path, tiny_args):
     common = dict(FIXED, stop_tokens=STEP, eval_iters=1, n_layer=1)
     for name, dtype, on in (("off", "float16", False), ("half", "float16", True), ("full", "float32", True)):

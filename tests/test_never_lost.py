@@ -452,6 +452,7 @@ def test_numbers_of_a_sweep_that_it_did_not_write_are_refused_in_words(tmp_path,
 
 @pytest.mark.parametrize("kind", ["own", "nanogpt"])
 @pytest.mark.parametrize("how", ["cut", "written", "put back", "put back with its times"])
+@pytest.mark.slow
 def test_a_run_whose_data_change_ends_in_one_line_and_goes_on_with_the_right_ones_bit_for_bit(
         tmp_path, tiny_args, tiny_data, monkeypatch, capsys, kind, how):
     data = tmp_path / "data"

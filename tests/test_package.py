@@ -1,6 +1,7 @@
 """What `pip install` brings, and that what the requirement files ask for can be had together."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -86,6 +87,28 @@ def test_the_unpacked_wheel_works_on_its_own(wheel, order, tmp_path):
     *files, last = use(tmp_path / "installed", order, tmp_path)
     assert files == [str(tmp_path / "installed" / "rightbatch" / f"{name}.py") for name in ("gns", "ln_kernel", "per_example")]
     assert last in ("cpu 0.1.0", "ref 0.1.0")
+
+
+OUTSIDE = """
+import torch
+from rightbatch import gns, ln_kernel, watch
+reveal_type(watch(torch.nn.LayerNorm(4)))
+reveal_type(gns.NoiseScale(1.0))
+reveal_type(ln_kernel.layer_norm)
+watch(torch.nn.LayerNorm(4), mode=3)
+"""
+
+
+def test_whoever_installs_the_wheel_has_its_types(wheel, tmp_path):
+    pytest.importorskip("basedpyright", reason="basedpyright is not installed")
+    wheel.extractall(tmp_path)
+    (tmp_path / "mine.py").write_text(OUTSIDE)
+    run = subprocess.run([sys.executable, "-m", "basedpyright", "--pythonpath", sys.executable, "--outputjson", "mine.py"],
+                         cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    said = json.loads(run.stdout)["generalDiagnostics"]
+    types = [re.search(' is "(.*)"', d["message"])[1] for d in said if d["severity"] == "information"]
+    assert types[:2] == ["Watch", "NoiseScale"] and types[2].startswith("("), types
+    assert ["mode" in d["message"] for d in said if d["severity"] == "error"] == [True], said
 
 
 # An example with torch, numpy and transformers, and nothing else of what a trainer has.

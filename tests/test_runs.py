@@ -47,6 +47,7 @@ def config_of(folder):
 @pytest.mark.parametrize("command", [lambda out: [f"--out_dir={out}", "--resume=True"], lambda out: [str(out)],
                                      lambda out: [f"--out_dir={out}", "--resume"], lambda out: [f"{out}/"],
                                      lambda out: [f"--out_dir={out}", "--resume=auto"]])
+@pytest.mark.slow
 def test_a_run_knows_its_settings_and_goes_on_bit_for_bit(tmp_path, tiny_args, command):
     settings = dict(seed=5, dropout=0.1, n_embd=24, learning_rate=1e-3)
     train.main(tiny_args(out_dir=tmp_path / "whole", **settings))

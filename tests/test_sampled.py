@@ -72,6 +72,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
 def test_over_many_draws_sampled_rows_have_the_numbers_of_all_rows(kind, monkeypatch):
     if kind == "Conv1D" and not importlib.util.find_spec("transformers"):
         pytest.skip("transformers is not installed")
@@ -368,6 +369,7 @@ def test_a_loop_of_ones_own_has_the_right_batch_within_100_steps(norms):
     ("LlamaForCausalLM", "LlamaConfig", TINY),
     ("GPT2LMHeadModel", "GPT2Config", dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=1,
                                            eos_token_id=2))])
+@pytest.mark.slow
 def test_hugging_faces_trainer_has_the_right_batch_within_100_steps(name, config, settings, tmp_path):
     from rightbatch import WatchCallback
     model = hf(name, config, **settings)

@@ -440,6 +440,7 @@ def test_late_switches_once():
 @pytest.mark.parametrize("keys", [dict(batch_schedule="seesaw", lr_decay="cosine"), dict(batch_schedule="late", lr_decay="wsd"),
                                   dict(lr_scaling="sqrt", gns="exact", gns_metric="plain", gns_half_life_tokens=400)],
                          ids=str)
+@pytest.mark.slow
 def test_runs_of_these_schedules_resume_bit_for_bit(tmp_path, tiny_args, keys):
     common = dict(keys, batch_size_start=4, batch_size=64, lr_reference_batch=4, max_tokens=6400)
     train.main(tiny_args(out_dir=tmp_path / "one", **common))
@@ -494,6 +495,7 @@ def schedule_file(tmp_path_factory):
 @pytest.mark.parametrize("keys, batches", [
     (dict(batch_schedule="steps", batch_steps="0:4, 640:8, 1.6k:16"), [4, 8, 16]),
     (dict(batch_schedule="file"), [4, 8, 12, 16]), (dict(batch_schedule="linear"), [4, 8, 12, 16])], ids=lambda v: str(v)[:30])
+@pytest.mark.slow
 def test_every_schedule_goes_over_a_stop_and_a_resume_unchanged(tmp_path, tiny_args, schedule_file, keys, batches):
     args = {**keys, **({"batch_file": schedule_file} if keys["batch_schedule"] == "file" else {})}
     train.main(tiny_args(out_dir=tmp_path / "whole", **args))

@@ -105,6 +105,7 @@ def test_every_groups_pair_is_the_papers_on_the_same_batch_plain_and_adam(settin
 
 @pytest.mark.parametrize("size", [1, 6, 12])
 @pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.slow
 def test_sampled_rows_are_the_body_and_the_norm_layers_in_the_mean_over_all_draws(setting, monkeypatch, size, bias):
     """A first row of each weight gives all its rows in turn: 192 is a multiple of all heights. Pairs are linear in norms."""
     model, optimizer, x, y = setting if not bias else with_bias(setting)
@@ -302,6 +303,7 @@ def test_sampling_does_not_change_a_bit_of_training(tmp_path, tiny_args):
     assert a == b
 
 
+@pytest.mark.slow
 def test_the_interval_from_64_steps_covers_the_long_run_value_of_a_fixed_model(tiny_data):
     """50 trials of 64 steps against 4,096 steps, all on one model without updates: at least 90% inside."""
     torch.manual_seed(0)

@@ -293,7 +293,8 @@ def test_validation_does_not_depend_on_the_micro_batch_or_the_training_seed(tiny
 
 @pytest.mark.parametrize("overrides", [
     dict(norm="rmsnorm", bias=False, tie_weights=False), dict(cos_attn="(0,1)", spectral_qkv="1", dropout=0.1),
-    dict(activation_checkpointing="block", lr_decay="cosine", grad_clip=0), dict(dtype="bfloat16"), dict(dtype="float16"),
+    dict(activation_checkpointing="block", lr_decay="cosine", grad_clip=0), dict(dtype="bfloat16"),
+    pytest.param(dict(dtype="float16"), marks=pytest.mark.slow),
     dict(min_lr=0, decay_tokens=320)], ids=str)
 def test_every_option_trains(tmp_path, tiny_args, overrides):
     out = tmp_path / "run"
@@ -302,6 +303,7 @@ def test_every_option_trains(tmp_path, tiny_args, overrides):
     assert steps[-1]["train/loss"] < 4.4 and steps[-1]["gns/norm_tr_sigma"] > 0
 
 
+@pytest.mark.slow
 def test_float16_measures_the_same_noise_as_float32(tmp_path, tiny_args):
     """Loss scaling multiplies every gradient by up to 65536; the log must not see it."""
     rows = []

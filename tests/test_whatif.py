@@ -166,6 +166,7 @@ def test_intervals_of_steps_cover_the_truth(batches, other):
 
 
 @pytest.mark.parametrize("correlation,least", [(0.0, 0.92), (0.9, 0.7)])
+@pytest.mark.slow
 def test_intervals_of_the_fitted_cost_cover_the_truth_and_single_slow_rows_do_no_harm(correlation, least):
     """Where neighbouring rows are slow together the batch's ramp and the machine's drift look alike: covered less often."""
     rng, trials = np.random.default_rng(2), 200
