@@ -97,19 +97,38 @@ class Around(Harness):
                 return child.answered(words, names=disk)
             self.train(out if what == "run" else f"{disk}/a/b").answered(what, codes=(), names=disk)
 
+    # -- too little of something
+
+    def full_disks(self):
+        """No file may grow beyond some size."""
+        self.limited("FSIZE", self.rng.randint(0, self.rng.choice([60_000, 100_000])))
+
     def limits(self):
-        """Few open files, or short ones: one line, and then on to the end without the limit."""
-        out, kind = self.some_folder(), self.rng.choice(["NOFILE", "FSIZE"])
-        limit = self.rng.randint(6, 30) if kind == "NOFILE" else self.rng.randint(1000, 100_000)
+        """Few open files."""
+        self.limited("NOFILE", self.rng.randint(6, 30))
+
+    def little_memory(self):
+        """Too little memory at some moment."""
+        self.limited("AS", self.rng.randint(0, self.rng.choice([1, 8, 60]) * MEGABYTE))
+
+    def limited(self, kind, limit):
+        """One line, which names the file that has no room, and nothing left over; then on to the end without the limit. Without
+        memory the process may be dead, where a library sees no other way."""
+        out = self.some_folder()
 
         def prepare():
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (limit, limit))
+            with open("/proc/self/statm") as f:
+                used = int(f.read().split()[0]) * resource.getpagesize() if kind == "AS" else 0
+            resource.setrlimit(getattr(resource, f"RLIMIT_{kind}"), (used + limit, used + limit))
         child = self.train(out, prepare)
-        if child.wait() != 0:
-            child.refused(f"{kind} {limit}")
+        child.wait()
+        dead, mute = kind == "AS" and child.code and child.code < 0, kind == "FSIZE" and limit <= 1000  # no room for the error
+        if child.code != 0 and not dead:
+            if not mute:
+                child.refused(f"{kind} {limit}", names=out if kind == "FSIZE" else "")
             no_left_overs(out)
-        if child.has_no_kernel():  # its file could not be opened
+        if child.has_no_kernel():  # it could not be opened or mapped
             raise RefusedError
         self.resumed(out)
 

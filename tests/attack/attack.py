@@ -17,7 +17,6 @@ import importlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import statistics
@@ -28,7 +27,6 @@ import time
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 from tests import helpers  # noqa: E402
-from tests.attack.around import no_left_overs  # noqa: E402
 from tests.attack.harness import (  # noqa: E402
     CHECKPOINTS,
     DEADLY,
@@ -144,20 +142,6 @@ class Attack(Hostile, Sources):
         self.pause(0.0, 0.5)
         os.close(reader)
         self.came_to_its_end(child, out, about=f"{kind} {numbers}")
-
-    def full_disks(self):
-        """No file may grow beyond some size: refused by name, nothing left over, and on to the end with more room."""
-        out, limit = self.some_folder(), self.rng.randint(0, 60_000)
-
-        def prepare():
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-        child = self.train(out, prepare)
-        if child.wait() != 0:
-            if limit > 1000:  # below, there is no room for the error itself
-                child.refused(f"{limit} bytes", out)
-            no_left_overs(out)
-        self.resumed(out)
 
     def inputs(self):
         """A value, a config file, a dataset, an environment: runs, or one line, and then nothing has changed."""

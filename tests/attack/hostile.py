@@ -6,7 +6,6 @@ import os
 import pickle
 import pickletools
 import random
-import resource
 import shutil
 import signal
 import socket
@@ -18,8 +17,8 @@ from collections import OrderedDict
 
 import torch
 
-from tests.attack.around import MEGABYTE, Around
-from tests.attack.harness import CHECKPOINTS, HOSTILE, RefusedError, expect, flip
+from tests.attack.around import Around
+from tests.attack.harness import CHECKPOINTS, HOSTILE, flip
 
 
 class Hostile(Around):
@@ -63,22 +62,6 @@ class Hostile(Around):
                             lambda: self.train(fresh, branch_from=out, **keys), lambda: self.train(fresh, more=[path], **keys),
                             *[lambda: self.some_command(asked, env=keys["env"])[0]] * 5])()
         child.answered(f"{kind} as {os.path.basename(path)}", codes=(0, 1), seconds=30)
-
-    def little_memory(self):
-        """Too little memory at some moment: one line, or a dead process where a library sees no other way. Nothing is lost."""
-        out, room = self.some_folder(), self.rng.randint(0, self.rng.choice([1, 8, 60]) * MEGABYTE)
-
-        def prepare():
-            with open("/proc/self/statm") as f:
-                used = int(f.read().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + room, used + room))
-        child = self.train(out, prepare)
-        expect(child.wait() is not None, f"{room} bytes: hang")
-        if child.code > 0:
-            child.refused(f"{room} bytes")
-        if child.has_no_kernel():  # it could not be mapped
-            raise RefusedError
-        self.resumed(out)
 
 
 def socket_at(path):
