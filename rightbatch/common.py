@@ -1,6 +1,13 @@
 """Small functions that every folder uses: the keys of an estimate, what falls due between two counts, the parts of a tensor."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeGuard
+
 import torch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 def named(key: str, estimate: tuple | None) -> dict:
@@ -13,7 +20,7 @@ def crossed(before: int, after: int, every: int) -> bool:
     return every > 0 and after // every > before // every
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
     """Whether a tensor is spread over processes, as FSDP2 and tensor parallelism have it."""
     return hasattr(tensor, "placements")
 

@@ -43,7 +43,8 @@ class Noise:
         return self.value, self.low, self.high
 
     def times(self, factor: float) -> "Noise":
-        return Noise(*(factor * v for v in self.triple), self.of)
+        value, low, high = (factor * v for v in self.triple)
+        return Noise(value, low, high, self.of)
 
     def __str__(self):
         return bracketed(self.triple)
@@ -102,7 +103,8 @@ def right_batch(noise: Noise, cost: Cost | None, quantum: int) -> RightBatch:
     runs well; for the balance of both N: twice the fewest steps, twice the fewest tokens (McCandlish et al. 2018, arXiv
     1812.06162)."""
     def aim(formula):
-        return Aim(*(whole_quanta(v, quantum) for v in formula), formula)
+        batch, low, high = (whole_quanta(v, quantum) for v in formula)
+        return Aim(batch, low, high, formula)
     time = cost and aim(tuple(math.sqrt(v) for v in gns.product(noise.triple, cost.ratio())))
     return RightBatch(time, aim((float(quantum),) * 3), aim(noise.triple))
 
@@ -146,16 +148,18 @@ class Decision:
         return known | (named("gns", self.noise.triple) if self.noise else {})
 
     def lost(self) -> dict:
-        """What the present batch takes more of than the right ones, to the same loss: {"time", "tokens"} as shares."""
-        N, B, right = self.noise.value, self.batch, self.right
-
-        def seconds(batch):
-            return (1 + N / batch) * self.cost.step(batch)[0]
-        time = {"time": seconds(B) / seconds(right["time"]) - 1} if self.cost else {}
-        return time | {"tokens": (B + N) / (right["tokens"] + N) - 1}
+        """What the present batch takes more of than the right ones, to the same loss: {"time", "tokens"} as shares. Needs a
+        noise scale."""
+        assert self.noise
+        N, B, right, more = self.noise.value, self.batch, self.right, {}
+        if self.cost:
+            here, there = ((1 + N / batch) * self.cost.step(batch)[0] for batch in (B, right["time"]))
+            more["time"] = here / there - 1
+        return more | {"tokens": (B + N) / (right["tokens"] + N) - 1}
 
     def brief(self) -> str:
         """The right batches in a few words; needs a noise scale."""
+        assert self.noise
         right, words = self.right, []
         if self.cost:
             small = right["time"] == self.quantum

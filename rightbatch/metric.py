@@ -6,7 +6,6 @@ metric a squared norm is sum_j p_j g_j^2 with p_j = 1 / (sqrt(v_hat_j) + eps).
 import math
 
 import torch
-import torch.nn.functional as F
 
 
 def adam_metric(second_moments, step, beta2, eps):
@@ -19,7 +18,7 @@ def adam_metric(second_moments, step, beta2, eps):
     def weights(v):
         root = v.sqrt().mul_(scale).add_(eps)
         # a coordinate that never had a gradient (a token not seen yet) has no weight: 1/eps would drown all others
-        return F.threshold_(root, eps, math.inf).reciprocal_()
+        return torch.threshold_(root, eps, math.inf).reciprocal_()
     vectors = [v for v in second_moments if v.dim() == 1]
     together = iter(weights(torch.cat(vectors)).split([v.numel() for v in vectors]) if vectors else ())
     return [next(together) if v.dim() == 1 else weights(v) for v in second_moments]

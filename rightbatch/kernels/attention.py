@@ -13,6 +13,7 @@ B batch, T time, C channels, C = n_head * head size.
 
 import functools
 import warnings
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,7 +51,7 @@ def torch_attention(qkv, n_head, cosine=False, dropout=0.0):
 
 
 @functools.cache
-def _library():
+def _library() -> Any:
     """The compiled operators, or None, with one warning, where they cannot be had."""
     try:
         return cpp.operators("attention", "attention_forward", "attention_backward")
