@@ -1,3 +1,4 @@
+import functools
 import inspect
 import json
 import os
@@ -22,18 +23,24 @@ def pytest_collection_modifyitems(items):
     """Every test that starts processes or compiles, itself or by fixtures and helpers of tests/, is marked as slow."""
     for item in items:
         fixtures = [fixture.func for name in item.fixturenames for fixture in item._fixtureinfo.name2fixturedefs.get(name, ())]
-        if any(is_slow(function, set()) for function in (item.function, *fixtures)):
-            item.add_marker(pytest.mark.slow)
+        waiting, seen = [item.function, *fixtures], set()
+        while waiting and (function := inspect.unwrap(waiting.pop())):
+            if function not in seen:
+                seen.add(function)
+                slow, helpers = read(function)
+                waiting += helpers
+                if slow:
+                    item.add_marker(pytest.mark.slow)
+                    break
 
 
-def is_slow(function, seen):
-    """Whether the source of a function, or of one in tests/ that it names, matches SLOW."""
-    function = inspect.unwrap(function)
-    if function in seen or not inspect.getsourcefile(function).startswith(TESTS):
-        return False
-    seen.add(function)
+@functools.cache
+def read(function):
+    """(whether the source of a function in tests/ matches SLOW, the functions that it names)"""
+    if not inspect.getsourcefile(function).startswith(TESTS):
+        return False, []
     helpers = [value for name in names(function.__code__) if inspect.isfunction(value := function.__globals__.get(name))]
-    return bool(SLOW.search(inspect.getsource(function))) or any(is_slow(helper, seen) for helper in helpers)
+    return bool(SLOW.search(inspect.getsource(function))), helpers
 
 
 def names(code):
