@@ -11,7 +11,6 @@ import subprocess
 
 from tests.attack.harness import (
     CHECKPOINTS,
-    DEADLY,
     HOSTILE,
     TEXTS,
     FailedError,
@@ -313,9 +312,8 @@ class Around(Harness):
         """prepare.py killed inside its writes, over an older dataset or none: what is there is whole, or counts as nothing."""
         from data import tokens
         (_, text), (old, new) = self.texts()
-        out, name = self.folder(old if self.chance(0.5) else None), self.rng.choice(DEADLY)
-        prepare = deadly(name, self.rng.randint(1, 12 if name == "write" else 4), self.chance(0.5))
-        self.command("data.text.prepare", text, f"--out={out}", prepare=prepare).wait()
+        out = self.folder(old if self.chance(0.5) else None)
+        self.command("data.text.prepare", text, f"--out={out}", prepare=deadly(self.rng, writes=12, others=4)).wait()
         with contextlib.suppress(tokens.PrepareError):
             expect(tokens.verify(out) in (None, tokens.read_meta(old), tokens.read_meta(new)), "a mix of two datasets")
         again = self.command("data.text.prepare", text, f"--out={out}")

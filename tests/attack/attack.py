@@ -29,7 +29,6 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 from tests import helpers  # noqa: E402
 from tests.attack.harness import (  # noqa: E402
     CHECKPOINTS,
-    DEADLY,
     GARBAGE,
     TEXTS,
     FailedError,
@@ -63,9 +62,7 @@ class Attack(Hostile, Sources):
         """In the middle of a write to a file, before or after an fsync, a replace, a link."""
         out = self.folder()
         for _ in range(self.rng.randint(1, 2)):
-            name = self.rng.choice(DEADLY)
-            nth = self.rng.randint(1, 400 if name == "write" else 40)
-            self.train(out, deadly(name, nth, self.chance(0.5)), keep_checkpoints=self.rng.choice([1, 2, 4])).wait()
+            self.train(out, deadly(self.rng, writes=400, others=40), keep_checkpoints=self.rng.choice([1, 2, 4])).wait()
         self.resumed(out)
 
     def flips(self):

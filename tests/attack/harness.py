@@ -288,11 +288,11 @@ def change_a_value(where, rng, values, deeper, gone):
 
 # -- a process that is killed where it hurts most
 
-DEADLY = ("fsync", "replace", "link", "unlink", "write")
-
-
-def deadly(name, nth, before):
-    """prepare() of a Child that is killed at its nth call of os.<name>, before or after it; write: in the middle of a write."""
+def deadly(rng, writes, others):
+    """prepare() of a Child that is killed at one of its first calls of os.fsync and the like, before or after it, or in the
+    middle of a write to a file."""
+    name, before = rng.choice(["fsync", "replace", "link", "unlink", "write"]), rng.random() < 0.5
+    nth = rng.randint(1, writes if name == "write" else others)
     calls = iter(range(1, 1 << 30))
 
     def die():
