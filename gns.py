@@ -39,6 +39,7 @@ def unequal_pair(q, big, h, examples):
         raise ValueError(f"a noise scale needs several examples, got shares with sum w^2 = {h} and {examples} example(s)")
     return (big - q) / (1 - h), examples * (q - h * big) / (1 - h)
 
+
 EARLY = 0.2  # averages never look back further than about this share of the tokens seen so far
 
 
@@ -105,7 +106,7 @@ def alike(mine, theirs):
         return isinstance(theirs, dict) and mine.keys() == theirs.keys() and all(alike(v, theirs[k]) for k, v in mine.items())
     if isinstance(mine, list):
         return isinstance(theirs, (list, tuple)) and len(mine) == len(theirs) and all(map(alike, mine, theirs))
-    fits = type(theirs) in (int, float) and not 1e150 <= abs(theirs) < math.inf  # whose square is no number
+    fits = type(theirs) in (int, float) and not 1e150 <= abs(theirs) < math.inf  # the square of a larger one overflows
     return fits or theirs is None and mine is None
 
 
@@ -142,6 +143,11 @@ class NoiseScale:
         interval = ratio_interval(self.tr_sigma, self.sq_norm, max(v_ss, 0.0), v_sg, max(v_gg, 0.0), z)
         return interval and (max(interval[0], 0.0), max(interval[1], 0.0))
 
+    def triple(self):
+        """(noise scale, low, high), or None while undetermined."""
+        interval = self.interval()
+        return interval and (self.gns, *interval)
+
     def state_dict(self):
         return self.averages.state_dict()
 
@@ -150,7 +156,7 @@ class NoiseScale:
 
 
 class Calibration:
-    """The factor from the norm layers' noise scale to the whole model's, from exact steps, in which both are measured.
+    """The factor from the norm layers' noise scale to the whole model's, from steps that sample, in which both are measured.
 
     factor = (S_t / G_t) / (S_n / G_n) of averaged pairs (t total, n norm). Each is taken in units of the norm layers' present
     averages, so that steps of different times, whose gradients differ by orders of magnitude, count alike. Total and norm
@@ -162,11 +168,11 @@ class Calibration:
 
     def __init__(self, half_life_tokens, early=None):
         self.averages = Averages(4, half_life_tokens, early)
-        self.waiting = 0  # tokens since the last exact step: it stands for all of them
+        self.waiting = 0  # tokens since the last step that sampled: it stands for all of them
         self.held, self.age = None, 0  # the last factor that was determined, as (value, spread of its logarithm); tokens since
 
     def update(self, scale, tokens, total_pair=None, norm_pair=None):
-        """After every step: the norm layers' NoiseScale; the step's pairs (sq_norm, tr_sigma) where it was exact."""
+        """After every step: the norm layers' NoiseScale; the step's pairs (sq_norm, tr_sigma) where it sampled."""
         self.waiting += tokens
         self.age += tokens
         if total_pair is None or not scale.gns:
@@ -191,8 +197,8 @@ class Calibration:
         return mean[0] / mean[1] / (mean[2] / mean[3]), spread
 
     def steps_to_go(self, level=0.95, most=1000):
-        """A guess at the exact steps still needed until there is a factor, from the spread of those so far; None where they do
-        not tell. 0 where there is one."""
+        """A guess at the sampled steps still needed until there is a factor, from the spread of those so far; None where they
+        do not tell. 0 where there is one."""
         if self.held:
             return 0
         n = self.averages.effective_updates
@@ -214,7 +220,7 @@ class Calibration:
 
     def apply(self, scale):
         """The whole model's noise scale (value, low, high) from the norm layers', or None. Relative errors of the two
-        are added in quadrature: the exact steps are few among the steps behind `scale`."""
+        are added in quadrature: the sampled steps are few among the steps behind `scale`."""
         factor, interval = self.factor(), scale.interval()
         if factor is None or interval is None or interval[0] <= 0 or not scale.gns:
             return None

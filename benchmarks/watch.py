@@ -11,13 +11,14 @@ step held. "taps": the arithmetic of the norm layers' taps alone, as a share of 
 the machine adds by itself. "watch": a step of watch(model, optimizer) on average, tap and an eighth of what sampling adds.
 """
 
+import dataclasses
 import statistics
 import time
 
 import torch
 
 from benchmarks import tools
-from rightbatch import taps, watch
+from rightbatch import gradients, watch
 
 B, T, LAYERS, VOCABULARY = 8, 256, 4, 4096
 VARIANTS = {"plain": None, "noise": None, "tap": {"calibrate": False}, "sampled": {},
@@ -44,8 +45,8 @@ def steps_of(model, idx):
     def one(options):
         w = None if options is None else watch(model, optimizer, **options)
         if w:
-            w.checked = True  # the first step of a Watch looks at its numbers at once, and compares them with gradients
-            for handle in [handle for handles in w.sampled.hooks.values() for handle in handles] if w.sampled else ():
+            w._checked = True  # the first step of a Watch looks at its numbers at once, and compares them with gradients
+            for handle in [handle for handles in w._sampler.checks.values() for handle in handles]:
                 handle.remove()
         start = time.process_time()
         model(input_ids=idx, labels=idx).loss.backward()
@@ -64,7 +65,7 @@ def measure(model, seconds, rounds):
     samples = {name: s["step"] for name, s in tools.interleave(variants, seconds, rounds).items()}
     plain = tools.spread(samples["plain"])
     w = watch(model)
-    alone = {name: sum(tap_seconds(site.norm, name == "fused") for site in w.sites) for name in ("tap", "fused")}
+    alone = {name: sum(tap_seconds(site.norm, name == "fused") for site in w._hooks.norms) for name in ("tap", "fused")}
     w.close()
     report = {"plain": {**plain, "peak_mb": peak(variants["plain"])}}
     samples["watch"] = [tap + (sampled - tap) / SAMPLED for tap, sampled in zip(samples["tap"], samples["sampled"])]
@@ -85,7 +86,7 @@ def tap_seconds(norm, fused, times=20):
     x, dy, seconds = torch.randn(B, T, *norm.shape), torch.randn(B, T, *norm.shape), []
     for _ in range(times):
         start = time.process_time()
-        taps.norm_rows(norm, dy, x, 0, None, fused)
+        gradients.norm_rows(dataclasses.replace(norm, fused=fused), dy, x, 0, None)
         seconds.append(time.process_time() - start)
     return statistics.median(seconds)
 

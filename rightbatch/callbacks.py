@@ -23,13 +23,14 @@ def WatchCallback(**options):
     if not bases:
         raise ImportError("WatchCallback is for Hugging Face's Trainer or Lightning, and neither is imported. In a loop of "
                           "your own, watch(model, optimizer) is enough")
-    return type("WatchCallback", (Callback, *bases), {})(**options)
+    return type("WatchCallback", (HuggingFace, Lightning, *bases), {})(**options)
 
 
 class Callback:
+    """What both frameworks have in common: a Watch while training goes on, and its state before and behind."""
+
     def __init__(self, **options):
         self.options, self.w, self.saved = options, None, None
-        self.opened = contextlib.ExitStack()  # Lightning's batch
 
     def start(self, model, optimizer=None, scaler=None):
         self.stop()
@@ -39,15 +40,22 @@ class Callback:
 
     def stop(self):
         if self.w:
-            self.saved = self.w.state_dict()
+            self.saved = self.newest()
             self.w.close()
+
+    def newest(self):
+        """The saved state as it is now."""
+        return self.w.state_dict() if self.w else self.saved
 
     def numbers(self):
         """What is determined by now: loggers take no None."""
         return {key: value for key, value in self.w.row(all_ranks=True).items() if value is not None}
 
-    # -- Hugging Face
+    def on_train_end(self, *args, **kwargs):
+        self.stop()
 
+
+class HuggingFace(Callback):
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
         first(self, sys._getframe(1).f_locals.get("self"))
         self.start(model, optimizer, getattr(optimizer, "scaler", None))
@@ -63,24 +71,22 @@ class Callback:
             logs.update(self.numbers())
             state.log_history[-1].update(logs)
 
-    def on_train_end(self, *args, **kwargs):  # both have it
-        self.stop()
-
     def state(self):
-        if self.w:
-            self.saved = self.w.state_dict()
         return {"args": {k: v for k, v in self.options.items() if isinstance(v, (str, int, float, tuple, list))},
-                "attributes": {"saved": self.saved}}
+                "attributes": {"saved": self.newest()}}
 
-    # -- Lightning
+
+class Lightning(Callback):
+    opened = None  # w.batch of the batch at work
 
     def on_train_start(self, trainer, module):
         self.start(module, None, getattr(trainer.precision_plugin, "scaler", None))
 
     def on_train_batch_start(self, trainer, module, batch, index):
         """A LightningModule's training_step is called, not the module: what its input is, the batch says."""
-        self.opened.close()  # of a batch that another callback skipped
+        self.close_batch()  # of one that another callback skipped
         self.w.start()
+        self.opened = contextlib.ExitStack()
         self.opened.enter_context(self.w.batch(batch))
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
@@ -89,12 +95,16 @@ class Callback:
         self.w.step_if_begun()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
-        self.opened.close()
+        self.close_batch()
         if trainer.global_step and trainer.global_step % trainer.log_every_n_steps == 0:
             module.log_dict(self.numbers())
 
+    def close_batch(self):
+        if self.opened:
+            self.opened.close()
+
     def state_dict(self):
-        return {"saved": self.w.state_dict() if self.w else self.saved}
+        return {"saved": self.newest()}
 
     def load_state_dict(self, state):
         self.saved = state["saved"]

@@ -9,12 +9,14 @@ from rightbatch import gns
 
 
 class CrossCheck:
-    def __init__(self, parameters, groups, micro_batch_size, half_life_tokens, world=1, average=None):
-        """parameters: a list. groups: {name: mask over it}. average: mean over processes of a list of tensors, in place."""
+    def __init__(self, parameters, groups, micro_batch_size, meter, world=1, average=None):
+        """parameters: a list. groups: {name: mask over it}. meter: takes the averages, by group and what is compared. average:
+        mean over processes of a list of tensors, in place."""
         self.parameters, self.groups, self.micro_batch_size = parameters, groups, micro_batch_size
-        self.world, self.average = world, average
-        kinds = ("micro", "rank") if world > 1 else ("micro",)
-        self.scales = {f"{group}_{kind}": gns.NoiseScale(half_life_tokens, gns.EARLY) for kind in kinds for group in groups}
+        self.world, self.average, self.meter = world, average, meter
+        for kind in ("micro", "rank") if world > 1 else ("micro",):
+            for group in groups:
+                meter.scale(f"{group}_{kind}")
         self.begin()
 
     # -- on the device, during a step
@@ -56,7 +58,7 @@ class CrossCheck:
             if f"{kind}_sq" in record and B > n_small:
                 for group, mask in self.groups.items():
                     small, big = float(record[f"{kind}_sq"][mask].sum()), float(record["param_sq"][mask].sum())
-                    self.scales[f"{group}_{kind}"].update(*gns.unbiased_pair(small, big, n_small, B), tokens)
+                    self.meter.add({f"{group}_{kind}": gns.unbiased_pair(small, big, n_small, B)}, tokens)
 
 
 def squares(tensors):

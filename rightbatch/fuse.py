@@ -25,14 +25,14 @@ class Fused:
 
 
 def fuse(sites):
-    """{name: module} of the sites that a kernel can take over; `unfuse` undoes it."""
-    fused = {s.name: s.module for s in sites if s.norm.eps is not None and "forward" not in vars(s.module)}
+    """Let a kernel compute each norm layer that it can; `unfuse` undoes it."""
     for site in sites:
-        if site.name in fused:
-            site.module.forward = Fused(site.module, site.norm)
-    return fused
+        if site.norm.eps is not None and "forward" not in vars(site.module):
+            site.norm.fused, site.module.forward = True, Fused(site.module, site.norm)
 
 
-def unfuse(fused):
-    for module in fused.values():
-        del module.forward
+def unfuse(sites):
+    for site in sites:
+        if site.norm.fused:
+            site.norm.fused = False
+            del site.module.forward

@@ -1,11 +1,15 @@
 """
-A forward pass, and where in a program we are: in a backward pass, in torch.func, within a call that is still at work.
+Forward passes: which one a call of a layer belongs to, how many examples it has, and what each of them weighs in the loss.
+Where in a program we are: in a backward pass, in torch.func, within a call that is still at work.
 """
 
 import sys
 from dataclasses import dataclass, field
 
 import torch
+
+from rightbatch import inputs, taps
+from rightbatch.recognise import WatchError
 
 
 @dataclass(eq=False)
@@ -20,13 +24,12 @@ class Pass:
     segments: tuple | None = None  # (document of each position (B, T), number of documents): these are the examples
     inside: bool = False   # not over yet
     level: int = 0         # how many calls of the model were at work when it was opened, this one counted
-    frame: object = None   # where it was called; None where that cannot be asked
-    repeat: bool = False   # a whole forward pass that checkpointing makes in the backward pass
+    frame: object = None   # of the call that opened it, if it is a call
+    repeat: bool = False   # opened in a backward pass: the model as a whole is in a checkpoint
     z: dict = field(default_factory=dict)       # site -> where its calls of this pass meet
     counts: dict = field(default_factory=dict)  # (examples, dtype, device) -> taps.head
     calls: dict = field(default_factory=dict)   # layer -> how often it was called, where that matters
     hidden: dict = field(default_factory=dict)  # layer -> calls that reentrant checkpointing is yet to make again
-    picked: dict = field(default_factory=dict)  # what a tied embedding and its head tell each other: see exact.py
 
     def same(self, other):
         """Whether it makes no difference which of both a layer belongs to."""
@@ -34,7 +37,116 @@ class Pass:
                 and self.lengths is other.lengths and self.segments is other.segments)
 
 
-AGAIN = Pass()  # of a call that only repeats another one, whose numbers nobody will ask for
+# Stands for the pass of a call that checkpointing makes again in the backward pass, where gradients go through the first call:
+# what the second one measures goes nowhere.
+REPEATED = Pass()
+
+
+class Passes:
+    """The forward passes of a model. `current` is the newest one."""
+
+    def __init__(self, model, batch_dim, lengths, token_mean, opening):
+        """opening: called where a pass begins, but not in a compiled model. The other options are those of watch."""
+        self.facts, self.batch_dim, self.opening = inputs.facts_of(model), batch_dim, opening
+        self.lengths, self.token_mean = lengths, token_mean
+        self.current, self.next_lengths, self.next_segments = Pass(), None, None
+        self.opened = False  # since the last step
+        self.calls, self.hidden = 0, []  # calls of the model at work; passes with layers to be called again
+
+    def begin(self, model, args, kwargs):
+        """Forward pre-hook of the model. A call within a call belongs to the pass that is open."""
+        self.calls += 1
+        self.open(args, kwargs, None if torch.compiler.is_compiling() else sys._getframe(2))
+
+    def open(self, args, kwargs, frame=None):
+        if not torch.is_grad_enabled() or in_transform():
+            return
+        now, given = self.current, inputs.arguments(self.facts, args, kwargs)
+        if now.inside and now.frame is not None and not on_stack(now.frame):
+            self.calls, now.inside = 1, False  # that pass was interrupted and never ended
+        if now.inside:
+            if now.lengths is None and not now.counts and self.lengths == "auto":  # who opened it need not know the labels
+                now.lengths = inputs.lengths_of(self.facts, given, now.B, now.segments)
+            return
+        if not torch.compiler.is_compiling():
+            self.opening()
+        first = inputs.first_input(given)
+        B = None if first is None else first.shape[self.batch_dim]
+        tokens = 0 if first is None else first.numel() if not first.is_floating_point() else B
+        lengths, segments, self.next_lengths, self.next_segments = self.next_lengths, self.next_segments, None, None
+        if lengths is None and self.lengths == "auto":
+            lengths = inputs.lengths_of(self.facts, given, B, segments)
+        whole = self.token_mean == "step" or self.token_mean == "auto" and inputs.one_mean_per_step(self.facts, given)
+        self.opened = True
+        self.current = Pass(B, () if first is None else first.shape, tokens, lengths, whole, segments, inside=True,
+                            level=self.calls, frame=frame, repeat=in_backward())
+
+    def end(self, *_):
+        """Forward hook of the model."""
+        now = self.current
+        if now.level == self.calls:
+            now.inside, now.frame = False, None
+        self.calls -= 1
+
+    def enter(self, name):
+        """The Pass that a call of a layer belongs to, or None where there is nothing to measure. Checkpointing calls layers
+        again in the backward pass, when other forward passes may have come in between. With reentrant checkpointing gradients
+        go through that second call, with the other kind through the first."""
+        now = self.current
+        if not torch.is_grad_enabled():
+            if now.inside and not torch.compiler.is_compiling() and in_function():
+                if now not in self.hidden:
+                    self.hidden.append(now)
+                for counts in (now.hidden, now.calls):
+                    counts[name] = counts.get(name, 0) + 1
+            return None
+        if in_transform():
+            return None
+        if in_backward():
+            return self.pass_of_second_call(name)
+        if not now.inside:
+            raise WatchError(f"{name} is called outside of the model's own forward pass, so that its batch is not known. Call "
+                             "the model itself, model(x), or say what is one pass: with w.batch(x): loss = model.loss(x)")
+        return now
+
+    def pass_of_second_call(self, name):
+        known = [p for p in self.hidden if name in p.hidden]
+        waiting = [p for p in known if p.hidden[name]]
+        if known and not waiting:
+            raise WatchError(f"{name}: a second backward pass through reentrant checkpointing. Add the losses up, or "
+                             "use_reentrant=False")
+        if not waiting:
+            return self.current if self.current.repeat and self.current.inside else REPEATED
+        if not all(p.same(waiting[0]) for p in waiting):
+            raise WatchError(f"{name}: several forward passes before a backward pass, and reentrant checkpointing does not "
+                             "tell which of them it repeats: use_reentrant=False")
+        waiting[-1].hidden[name] -= 1
+        return waiting[-1]
+
+    def counts(self, now, like, B):
+        """The taps.Counts of a pass, for a layer whose numbers are as `like`."""
+        key = B, torch.promote_types(like.dtype, torch.float32), like.device
+        if key not in now.counts:
+            lengths = now.lengths
+            if lengths is not None and lengths.shape != (B,):
+                raise WatchError(f"{lengths.numel()} weights for {B} examples: w.weights takes one for each example"
+                                 + (", here document," if now.segments else "") + " of the next forward pass")
+            now.counts[key] = taps.head(B, now.tokens or B, lengths, *key[1:])
+        return now.counts[key]
+
+    def check_order(self, name, module, args, kwargs):
+        """Pre-hook of a layer that says where it has the batch. Where norm layers alone are looked at, (T, B, C) is a batch of
+        T. A layer of folded examples has a multiple of B there, and its other dimension may be B by chance."""
+        x, now, dim = args[0] if args else next(iter(kwargs.values()), None), self.current, 0 if module.batch_first else 1
+        if not (now.inside and now.B and isinstance(x, torch.Tensor) and x.dim() == 3):
+            return
+        if not torch.is_grad_enabled() or in_backward():
+            return
+        if x.shape[dim] != now.B == x.shape[1 - dim] and (x.shape[:2] == now.shape[:2] or x.shape[dim] % now.B):
+            raise WatchError(
+                f"{name or 'the model'} has batch_first={module.batch_first}, so that its input {tuple(x.shape)} is "
+                f"{x.shape[dim]} examples to it and {now.B} to watch: pass batch_dim={dim} if the model's batch is there. If "
+                f"not, the layer mixes examples, and should have batch_first={not module.batch_first}")
 
 
 def in_backward():

@@ -33,6 +33,7 @@ class Norm:
     plain: object = None  # x -> xhat, where eps is None
     name: str = ""
     copies: bool = False  # what comes behind it writes into its input: keep a copy
+    fused: bool = False  # our kernel computes it (fuse.py)
 
 
 def bare(module, parameters):

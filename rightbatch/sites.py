@@ -1,6 +1,6 @@
 """
-What in a model can be watched: its norm layers, found by what they do (recognise.py), but for those that are skipped, frozen,
-or share half of their parameters.
+What in a model is watched: norm layers, found by what they do (recognise.py), and other layers with a weight, whose rows are
+sampled (rows.py) or, with mode="exact", taken whole. What is skipped, frozen, a table, or shares half of its parameters is not.
 """
 
 import difflib
@@ -9,19 +9,43 @@ from dataclasses import dataclass, field
 
 import torch
 
+from rightbatch import rows
 from rightbatch.recognise import Norm, WatchError, recognise
 
 MIXES = "BatchNorm mixes examples: no example has a gradient of its own"
+OWN_FORWARD = "has a forward pass of its own"
+LOW_RANK, SMALL = 64, 2**18  # the shorter side, and numbers, of weights that are taken whole, as LoRA's
+CONVOLUTIONS = torch.nn.Conv1d, torch.nn.Conv2d
+BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm
 
 
-@dataclass
+@dataclass(eq=False)
 class Site:
-    """One watched norm layer."""
+    """One watched layer."""
     name: str
-    module: torch.nn.Module
-    norm: Norm
+    kind: str                                   # norm, linear, transposed (GPT-2's Conv1D), convolution; OWN_FORWARD: a linear,
+    module: torch.nn.Module                     # if its gradient says so
+    norm: Norm | None = None
+    whole: bool = False                         # all rows in every step
     leaf: torch.Tensor | None = None
-    twins: list = field(default_factory=list)  # sites with the very same parameters: what they add belongs to one gradient
+    rows: torch.Tensor | None = None            # which, in this step; None: all
+    twins: list = field(default_factory=list)   # sites with the very same parameters: what they add belongs to one gradient
+    dropped: bool = False                       # left out since an earlier step: within one all calls are alike
+    gradients: dict = field(default_factory=dict)  # name -> those rows of the parameter's gradient, in the first step
+
+    def __post_init__(self):  # sharding changes shapes later
+        own = {name: p.shape for name, p in self.module._parameters.items() if p is not None}
+        self.shapes = own if self.norm else {name: own[name] for name in ("weight", "bias") if name in own}
+        shape = next(iter(self.shapes.values()))
+        self.height = shape[self.dim]
+        width = shape.numel() // self.height
+        low = min(self.height, width) <= LOW_RANK and self.height * width <= SMALL
+        self.count = self.height if self.norm or self.whole or low else min(rows.ROWS, self.height)
+
+    @property
+    def dim(self):
+        """The dimension of the weight that has the rows."""
+        return int(self.kind == "transposed")
 
     @property
     def weight_and_bias(self):
@@ -29,17 +53,36 @@ class Site:
         return [p for p in self.module._parameters.values() if p is not None]
 
     @property
+    def trained(self):
+        """{name: parameter}, weight first."""
+        own = self.module._parameters
+        return {name: own[name] for name in self.shapes if own.get(name) is not None and own[name].requires_grad}
+
+    @property
     def parameters(self):
-        """Those that are trained."""
-        return [p for p in self.weight_and_bias if p.requires_grad]
+        return list(self.trained.values())
 
     @property
     def size(self):
-        return self.norm.shape.numel() * (1 + self.norm.bias)
+        """Numbers that an example has here."""
+        return sum(self.shapes[name].numel() // self.height * self.count for name in self.trained)
 
-    def trained(self, numbers):
-        """Of numbers for each coordinate of weight(, bias), those of parameters that are trained."""
-        return [part for part, p in zip(numbers.split(self.norm.shape.numel()), self.weight_and_bias) if p.requires_grad]
+    def pick(self, name, whole):
+        """The sampled rows of something like a parameter, flat, row after row."""
+        dim = self.dim if name == "weight" else 0
+        return (whole if self.rows is None else whole.index_select(dim, self.rows)).movedim(dim, 0).flatten()
+
+    def of_names(self, numbers, names):
+        """Of (B, weight and bias) of a norm layer, what belongs to some parameters."""
+        if len(names) == len(self.shapes):
+            return numbers
+        parts = zip(self.shapes, numbers.split([shape.numel() for shape in self.shapes.values()], 1))
+        return torch.cat([part for name, part in parts if name in names], 1)
+
+    @property
+    def open(self):
+        """Whether it has numbers since the last step."""
+        return self.leaf is not None and self.leaf.grad is not None
 
 
 def check_model(model):
@@ -54,27 +97,30 @@ def check_model(model):
                              "watch(model) before torch.compile(model)")
 
 
-def find_sites(model, skip):
-    """(sites, {name: why not})."""
-    sites, left_out = {}, {}
+def find_norms(model, skip, left_out):
+    """The norm layers. left_out takes {name: why not}."""
+    sites = {}
     check_skip(model, skip)
     for name, module in model.named_modules():
         own = [p for p in module._parameters.values() if p is not None]
         if own and skips(name, skip):
             left_out[name] = "skipped"
-        elif isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and own:
+        elif own and isinstance(module, BATCH_NORM):
             left_out[name] = MIXES
         elif own:
             norm = recognise(module)
             if isinstance(norm, Norm) and any(p.requires_grad for p in own):
                 norm.name = name
-                site = Site(name, module, norm)
-                first = sites.setdefault(tuple(map(id, own)), site)
-                if first is not site:
-                    first.twins.append(site)
+                add(sites, Site(name, "norm", module, norm))
             elif norm:
                 left_out[name] = "frozen" if isinstance(norm, Norm) else norm
-    return drop_half_shared(list(sites.values()), left_out), left_out
+    return drop_half_shared(list(sites.values()), left_out)
+
+
+def add(sites, site):
+    first = sites.setdefault(tuple(map(id, site.weight_and_bias)), site)
+    if first is not site:
+        first.twins.append(site)
 
 
 def drop_half_shared(sites, left_out):
@@ -88,6 +134,43 @@ def drop_half_shared(sites, left_out):
         if others:
             left_out |= {use.name: f"shares a part of its parameters with {others[0]}" for use in (site, *site.twins)}
     return [site for site in sites if site.name not in left_out]
+
+
+def find_layers(model, skip, left_out, whole):
+    """Linear layers and convolutions that are trained, but the tables. whole: all rows of each, in every step."""
+    sites, tables = {}, rows.tables(model)
+    for name, module in model.named_modules():
+        kind = kind_of(module)
+        if kind is None or module._parameters["weight"] in tables or skips(name, skip):
+            continue
+        if kind == OWN_FORWARD and not isinstance(module, torch.nn.Linear):
+            left_out[name] = OWN_FORWARD
+        else:
+            add(sites, Site(name, kind, module, whole=whole))
+    return list(sites.values())
+
+
+def kind_of(module):
+    """What a module computes, or None; OWN_FORWARD where it does more than its name says."""
+    weight = module._parameters.get("weight")
+    if weight is None or not any(p is not None and p.requires_grad for p in module._parameters.values()):
+        return None
+    for plain in (torch.nn.Linear, *CONVOLUTIONS):
+        if isinstance(module, plain) and type(module).forward is not plain.forward:
+            return OWN_FORWARD
+    if isinstance(module, torch.nn.Linear):
+        return "linear"
+    if isinstance(module, CONVOLUTIONS):
+        return "convolution" if module.padding_mode == "zeros" and not isinstance(module.padding, str) else None
+    same = type(module).__name__ == "Conv1D" and weight.dim() == 2 and hasattr(module, "nf")
+    return "transposed" if same else None
+
+
+def body_of(model):
+    """The parameters that are trained and none of the tables, nor of the biases beside them."""
+    tables = rows.tables(model)
+    beside = {m._parameters.get("bias") for m in model.modules() if m._parameters.get("weight") in tables}
+    return {p for p in model.parameters() if p.requires_grad} - tables - beside
 
 
 def skips(name, skip):

@@ -2,21 +2,38 @@
 Where the backward pass is overheard. Two autograd functions, both an identity as far as the model can tell:
 
     leaf --Gather--> z (B, n), zeros --+
-    x -----------------------------Tap-+--> y, as the norm layer returned it
+    x -----------------------------Tap-+--> y, as the layer returned it
 
-Tap saves x and sees dy. It sends c_b = sum_t dy xhat (and sum_t dy, for a bias) to z. Gather sends sum_b c_b, sum_b c_b^2
-(elementwise) and the counts of this forward pass on to the leaf. Autograd adds up what it has to: the calls of a module
-that is used several times in z, before the squares; micro-batches in leaf.grad, after them. The leaf's shape does not depend
-on B. No parameter's gradient is read, so that whatever is done to those (clipping, averaging, sharding) does not matter.
+Tap saves x and sees dy. It sends each example's gradient c_b to z: of a norm layer sum_t dy xhat (and sum_t dy, for a bias), of
+another some rows of sum_t dy x^T. Gather sends sum_b c_b, sum_b c_b^2 (elementwise) and the counts of this forward pass on to
+the leaf. Autograd adds up what it has to: the calls of a module that is used several times in z, before the squares;
+micro-batches in leaf.grad, after them. The leaf's shape does not depend on B. No parameter's gradient is read, so that
+whatever is done to those (clipping, averaging, sharding) does not matter.
 
-B examples, T positions, C channels, n = C or 2C numbers per example: weight, then bias.
+B examples, T positions, C channels, n numbers per example: weight, then bias.
 """
 
 import warnings
+from typing import NamedTuple
 
 import torch
 
-HEAD = 6  # counts at the end of a leaf: forward passes, examples, lengths, lengths^2, sum of (own share in the pass)^2, tokens
+from rightbatch.gradients import norm_rows, row_gradients
+
+KEPT = 2**20  # numbers of a layer that is no norm, kept for a second backward pass through the same forward pass
+
+
+class Counts(NamedTuple):
+    """What stands at the end of a leaf, summed over the forward passes of a step."""
+    passes: float
+    examples: float
+    lengths: float     # what the examples weigh in the loss
+    squares: float     # the same, squared
+    own: float         # sum of (share of the loss of the own pass)^2
+    tokens: float
+
+
+HEAD = len(Counts._fields)
 
 
 def length(n):
@@ -29,7 +46,7 @@ def new_leaf(n, dtype, device):
 
 
 def head(B, tokens, lengths, dtype, device):
-    """The counts of one forward pass. lengths (B,): what each example weighs in the loss; None where they are equal."""
+    """The Counts of one forward pass. lengths (B,): what each example weighs in the loss; None where they are equal."""
     if lengths is None:
         counts = torch.ones(HEAD, dtype=dtype, device=device)  # torch.tensor would copy a list to the device, and wait for it
         for where, value in ((slice(1, 4), B), (4, 1 / B), (5, tokens)):
@@ -42,100 +59,80 @@ def head(B, tokens, lengths, dtype, device):
 
 
 class Gather(torch.autograd.Function):
+    """Where the calls of a layer meet in one forward pass: examples' gradients go in, their sums go to the leaf."""
+
     @staticmethod
-    def forward(ctx, leaf, counts, B):
+    def forward(ctx, leaf, counts, B, site, left_out):
         # Not saved: checkpointing compares what two passes save, and only one of them may come here.
-        ctx.counts, ctx.leaf, ctx.before = counts, leaf, None
+        ctx.counts, ctx.leaf, ctx.site, ctx.left_out, ctx.before, ctx.seen = counts, leaf, site, left_out, None, False
         return leaf.new_zeros(()).expand(B, (leaf.numel() - HEAD) // 2)
 
     @staticmethod
     def backward(ctx, c):
         if torch.compiler.is_compiling():
-            return torch.cat([c.sum(0), c.square().sum(0), ctx.counts]), None, None
+            return torch.cat([c.sum(0), c.square().sum(0), ctx.counts]), None, None, None, None
         sums, squares, counts = c.sum(0), c.square().sum(0), ctx.counts
-        if ctx.before is not None and ctx.leaf.grad is not None:  # a second backward pass in this step: the same examples
-            c = ctx.before + c
-            squares, counts = c.square().sum(0) - ctx.before.square().sum(0), torch.zeros_like(counts)
-        ctx.before = c
-        return torch.cat([sums, squares, counts]), None, None
+        if ctx.seen and ctx.leaf.grad is not None:  # a second backward pass in this step: the same examples
+            counts = torch.zeros_like(counts)
+            if ctx.before is None:
+                ctx.left_out[ctx.site.name] = "two backward passes go through one forward pass, and it is too large to keep"
+            else:
+                c = ctx.before + c
+                squares = c.square().sum(0) - ctx.before.square().sum(0)
+        ctx.before, ctx.seen = c if ctx.site.norm or c.numel() <= KEPT else None, True
+        return torch.cat([sums, squares, counts]), None, None, None, None
 
 
 class Tap(torch.autograd.Function):
+    """An identity that sends each example's gradient of a layer's weights, or of some rows of them, to z. norm: how a norm
+    layer computes (recognise.py), None for other layers, whose `rows` are taken, all if None. names: of the parameters."""
+
     @staticmethod
-    def forward(ctx, y, x, z, norm, batch_dim, segments, fused):
+    def forward(ctx, y, x, z, rows, site, names, norm, batch_dim, segments, left_out):
         ctx.save_for_backward(x)  # a closure would keep it alive under checkpointing
-        ctx.args = batch_dim, segments, fused
-        ctx.norm = norm
-        # Neither a view nor a copy: what comes after may write into y, as it may into the norm's own output.
+        ctx.site, ctx.names, ctx.norm, ctx.rows, ctx.left_out = site, names, norm, rows, left_out
+        ctx.args, ctx.size = (batch_dim, segments), 0 if z is None else z.shape[1]
+        # Neither a view nor a copy: what comes after may write into y, as it may into the layer's own output.
         return y.view_as(y) if torch.compiler.is_compiling() else y.data
 
     @staticmethod
     def backward(ctx, dy):
-        if torch.compiler.is_compiling():
-            return dy, None, norm_rows(ctx.norm, dy, *ctx.saved_tensors, *ctx.args), None, None, None, None
-        if torch.is_grad_enabled():
-            warnings.warn("backward with create_graph=True: what a gradient of gradients adds, as in a gradient penalty, does "
-                          "not come by here and is not measured", stacklevel=2)
-        try:
-            c = norm_rows(ctx.norm, dy, *ctx.saved_tensors, *ctx.args) if ctx.needs_input_grad[2] else None
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
-            c = lost(ctx.norm, dy, *ctx.args)
-        return dy, None, c, None, None, None, None
+        c = None
+        if ctx.needs_input_grad[2]:
+            c = measured(ctx, dy) if torch.compiler.is_compiling() else tried(ctx, dy)
+        return dy, None, c, None, None, None, None, None, None, None
 
 
-def lost(norm, dy, batch_dim, segments, fused):
+def measured(ctx, dy):
+    """(B, n): each example's gradient of what the site measures."""
+    if ctx.norm is None:
+        return row_gradients(ctx.site, ctx.names, ctx.rows, dy, *ctx.saved_tensors, *ctx.args)
+    return ctx.site.of_names(norm_rows(ctx.norm, dy, *ctx.saved_tensors, *ctx.args), ctx.names)
+
+
+def tried(ctx, dy):
+    """The same, or a word on why not: whatever a layer does to its input, training goes on."""
+    if torch.is_grad_enabled():
+        warnings.warn("backward with create_graph=True: what a gradient of gradients adds, as in a gradient penalty, does "
+                      "not come by here and is not measured", stacklevel=2)
+    try:
+        with torch.no_grad(), torch.autocast(dy.device.type, enabled=False):
+            return measured(ctx, dy)
+    except Exception as error:
+        if ctx.norm is None:
+            words = str(error).splitlines()[0] if str(error) else repr(error)
+            ctx.left_out[ctx.site.name] = f"could not be measured: {words}"
+            return None
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return lost(ctx.norm, ctx.size, dy, *ctx.args)
+
+
+def lost(norm, size, dy, batch_dim, segments):
     """NaN, which leaves the step out: the input is not what it was, though the norm layer itself can do without. From now on
     the layer's tap has a copy."""
     norm.copies = True
     warnings.warn(f"{norm.name}: its input is changed in place after it. watch keeps a copy from now on, and leaves this step "
                   "out", stacklevel=2)
     B = segments[1] if segments else dy.shape[0 if norm.channels > 0 else batch_dim]
-    acc = torch.promote_types(dy.dtype, torch.float32)
-    return dy.new_full((B, norm.shape.numel() * (1 + norm.bias)), float("nan"), dtype=acc)
-
-
-def norm_rows(norm, dy, x, batch_dim, segments, fused=False):
-    """(B, n): every example's gradient of weight(, bias). segments: (document of each position (B, T), how many), or None."""
-    plain = batch_dim != 0 or segments is not None or norm.eps is None or torch.compiler.is_compiling()  # who fuses by himself
-    c = None if plain else kernel_rows(norm, dy, x, fused)
-    return torch_rows(norm, dy, x, batch_dim, segments) if c is None else c
-
-
-def kernel_rows(norm, dy, x, fused):
-    """The same in one pass over x and dy, or None where no kernel takes it. On a CPU the kernel is C++ and has to be compiled,
-    half a minute for 0.4% of a step: only for whoever asked for our kernels (fused)."""
-    kind = x.device.type
-    if kind == "cpu" and not fused or x.dtype == torch.float64:
-        return None
-    from rightbatch.kernels import backends
-    tap = backends.resolve("auto", kind, x.dtype, dy.dtype).tap
-    return None if tap is None else tap(dy.detach(), x.detach(), norm.eps, not norm.centred, norm.bias)
-
-
-def torch_rows(norm, dy, x, batch_dim, segments):
-    acc = torch.promote_types(x.dtype, torch.float32)
-    x, dy = x.detach().to(acc), dy.detach().to(acc)
-    C = norm.shape
-    if norm.eps is None:
-        xhat = norm.plain(x)
-    else:
-        xhat = torch.nn.functional.layer_norm(x, C, eps=norm.eps) if norm.centred else \
-            torch.nn.functional.rms_norm(x, C, eps=norm.eps)
-    product = dy * xhat if norm.eps is None else xhat.mul_(dy)  # in place: on a CPU fresh memory takes longer than the product
-    rows = [sum_positions(product, norm, batch_dim, segments)]
-    if norm.bias:
-        rows.append(sum_positions(dy, norm, batch_dim, segments))
-    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-
-
-def sum_positions(v, norm, batch_dim, segments):
-    if norm.channels > 0:  # (B, C, ...)
-        return v.flatten(2).sum(2)
-    v, C = v.movedim(batch_dim, 0), norm.shape.numel()
-    if segments is None:
-        return v.reshape(v.shape[0], -1, C).sum(1)
-    document, n = segments
-    positions = v.reshape(document.numel(), -1, C).sum(1)
-    return v.new_zeros(n + 1, C).index_add_(0, document.reshape(-1) % (n + 1), positions)[:n]  # -1, padding, is the last
+    return dy.new_full((B, size), float("nan"), dtype=torch.promote_types(dy.dtype, torch.float32))

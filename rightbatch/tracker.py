@@ -27,14 +27,13 @@ A site is a (parameter name, group, layer) whose probe gets norms; the bias besi
 B examples in the step, S sites, P parameters, O rows of a weight.
 """
 
-import math
-
 import numpy as np
 import torch
 
 from rightbatch import gns, rows
-from rightbatch.common import local, named
+from rightbatch.common import local
 from rightbatch.decision import Noise
+from rightbatch.meter import Meter
 from rightbatch.metric import weighted_sq
 
 # rows of the probes that hold squared norms, and the name of |G|^2 in the record: plain, and in the optimizer's metric
@@ -63,10 +62,13 @@ class Tracker:
         self.groups = list(self.members[mode]) if mode != "off" else []
         self.metrics = {"": PLAIN} | ({"_adam": ADAM} if metric else {})
         plain_only = {"embedding", "head", "body"} | {group for group in self.groups if group.startswith("block_")}
-        self.scales = {group + suffix: gns.NoiseScale(half_life_tokens, gns.EARLY) for suffix in self.metrics
-                       for group in self.groups if not (suffix and group in plain_only)}
-        calibrated = self.metrics if mode == "norm" and calibrate else ()
-        self.calibrations = {suffix: gns.Calibration(half_life_tokens, gns.EARLY) for suffix in calibrated}
+        self.meter = Meter(half_life_tokens, whole={"": "body", "_adam": "total_adam"} if mode == "exact" else {})
+        for suffix in self.metrics:
+            for group in self.groups:
+                if not (suffix and group in plain_only):
+                    self.meter.scale(group + suffix)
+            if mode == "norm" and calibrate:
+                self.meter.calibration(suffix)
         self.heights = [parameters[name].shape[0] for name, _, _ in sites["rows"]]
         self.per_weight = min([rows.ROWS, *self.heights])
         self.row_scale = np.array(self.heights) / self.per_weight
@@ -84,7 +86,7 @@ class Tracker:
         self.taken, self.sampled, self.weights, self.sample = [], [], None, None
         if self.metric and self.mode != "off":
             self.weights = self.metric(self.watched[self.mode])
-        if self.calibrations and self.heights and rows.samples(self.steps):
+        if self.meter.calibrations and self.heights and rows.samples(self.steps):
             self.sample = self.draw()
 
     def draw(self):
@@ -168,26 +170,24 @@ class Tracker:
         if "param_psq" in values:  # there is no metric before the optimizer's first step
             big["param_psq"] = np.zeros(len(self.parameters))
             big["param_psq"][self.masks[self.mode]] = values["param_psq"]
+        pairs, sampled = {}, {}
         for metric, (suffix, (own, name)) in enumerate(self.metrics.items()):
             if name in big:
-                self.absorb_metric(suffix, sq[:, :, own], big[name], B, tokens)
-                if suffix in self.calibrations:
-                    both = ()
-                    if "rows_sq" in values and values["rows_big"].size > metric * len(self.row_parameters):
-                        rows_big = values["rows_big"].reshape(-1, len(self.row_parameters))
-                        sampled = self.example_sq("rows_sq", values, len(self.heights), B, 2 * len(rows_big))[:, :, own]
-                        both = self.calibration_pairs(sq[:len(sampled), :, own], sampled, big[name], rows_big[metric], B)
-                    self.calibrations[suffix].update(self.scales["norm" + suffix], tokens, *both)
+                pairs |= self.group_pairs(suffix, sq[:, :, own], big[name], B)
+                if "rows_sq" in values and values["rows_big"].size > metric * len(self.row_parameters):
+                    rows_big = values["rows_big"].reshape(-1, len(self.row_parameters))
+                    rows_sq = self.example_sq("rows_sq", values, len(self.heights), B, 2 * len(rows_big))[:, :, own]
+                    sampled[suffix] = self.calibration_pairs(sq[:len(rows_sq), :, own], rows_sq, big[name], rows_big[metric], B)
+        self.meter.add(pairs, tokens, sampled)
+        self.newest_pairs = {f"gns/{name}_step_{part}": number for name, pair in pairs.items()
+                             for part, number in zip(("sq_norm", "tr_sigma"), pair)}
 
-    def absorb_metric(self, suffix, sq, param_sq, B, tokens):
-        """One step in one metric. sq (micro-batch, S, 2, example); param_sq (P,) of the mean gradient of all B."""
+    def group_pairs(self, suffix, sq, param_sq, B):
+        """{name: (sq_norm, tr_sigma)} of one step in one metric. sq (micro-batch, S, 2, example); param_sq (P,) of the mean
+        gradient of all B."""
         sums = sq.sum((0, 2, 3)) / B
-        for group, (sites, params) in self.members[self.mode].items():
-            if group + suffix in self.scales:
-                sq_norm, tr_sigma = gns.unbiased_pair(float(sums[sites].sum()), float(param_sq[params].sum()), 1, B)
-                self.scales[group + suffix].update(sq_norm, tr_sigma, tokens)
-                step = f"gns/{group}{suffix}_step"
-                self.newest_pairs |= {f"{step}_sq_norm": sq_norm, f"{step}_tr_sigma": tr_sigma}
+        return {group + suffix: gns.unbiased_pair(float(sums[sites].sum()), float(param_sq[params].sum()), 1, B)
+                for group, (sites, params) in self.members[self.mode].items() if group + suffix in self.meter.scales}
 
     def calibration_pairs(self, sq, sampled, param_sq, rows_big, B):
         """The pairs of the body and of the norm layers, by the same examples, so that their errors cancel. sq and
@@ -208,47 +208,26 @@ class Tracker:
 
     def tokens_to_factor(self, suffix, tokens_per_step):
         """Roughly, the tokens until there is a factor; None where nothing tells, or there is one."""
-        calibration = self.calibrations.get(suffix)
-        steps = calibration and calibration.steps_to_go()
-        return rows.steps_until(self.steps, steps) * tokens_per_step if steps else None
+        steps = self.meter.steps_to_go(suffix, self.steps) if suffix in self.meter.calibrations else None
+        return steps * tokens_per_step if steps else None
 
     def noise(self, suffix: str) -> Noise | None:
-        """The whole model's noise scale, plain ("") or in the optimizer's metric ("_adam"): measured in exact mode, else the
-        norm layers' times the factor. None while it is undetermined, and where it is not measured."""
-        if self.mode == "exact":
-            scale = self.scales["total_adam" if suffix else "body"]
-            interval = scale.interval()
-            triple = interval and (scale.gns, *interval)
-        else:
-            calibration = self.calibrations.get(suffix)
-            triple = calibration and calibration.apply(self.scales[f"norm{suffix}"])
-        if not triple or not all(map(math.isfinite, triple)):
-            return None
-        return Noise(*triple, "the whole model" + (" in Adam's metric" if suffix else ""))
+        """The whole model's noise scale, plain ("") or in the optimizer's metric ("_adam"); None while it is undetermined."""
+        return self.meter.noise(suffix)
 
     def row(self):
         """The keys of a log line."""
         row = dict(self.newest_pairs)
         if self.newest_norms is not None:
             row |= example_statistics(self.newest_norms[:, :, PLAIN[0]].sum((1, 2)).reshape(-1))
-        row |= scale_row(self.scales)
-        for suffix, calibration in self.calibrations.items():
-            row |= named(f"gns/calibration{suffix}", calibration.factor())
-            row |= named(f"gns/calibrated{suffix}", calibration.apply(self.scales["norm" + suffix]))
-        return row
+        return row | self.meter.row()
 
     def state_dict(self):
-        return {"steps": self.steps, "scales": {name: scale.state_dict() for name, scale in self.scales.items()},
-                "calibrations": {suffix: calibration.state_dict() for suffix, calibration in self.calibrations.items()}}
+        return {"steps": self.steps, **self.meter.state_dict()}
 
     def load_state_dict(self, state):
         self.steps = state["steps"]
-        for name, scale in self.scales.items():
-            if name in state["scales"]:  # a run may go on with more or fewer metrics than it had
-                scale.load_state_dict(state["scales"][name])
-        for suffix, calibration in self.calibrations.items():
-            if suffix in state["calibrations"]:
-                calibration.load_state_dict(state["calibrations"][suffix])
+        self.meter.load_state_dict(state, new=False)
 
 
 def membership(sites, names, tables=()):
@@ -277,13 +256,3 @@ def example_statistics(example):
     if B > 1:
         found["gns/step_tr_sigma_se"] = float(example.std(ddof=1)) / B**0.5 / (1 - 1 / B)
     return found
-
-
-def scale_row(scales):
-    """The log keys of {name: NoiseScale}."""
-    row = {}
-    for name, scale in scales.items():
-        interval = scale.interval()
-        row |= named(f"gns/{name}", interval and (scale.gns, *interval))
-        row |= {f"gns/{name}_sq_norm": scale.sq_norm, f"gns/{name}_tr_sigma": scale.tr_sigma}
-    return row

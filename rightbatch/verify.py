@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import torch
 
 from rightbatch import inputs
-from rightbatch.sampled import got
 from rightbatch.watch import watch
 
 
@@ -69,12 +68,9 @@ def compare(model, loss_fn, batch, dim, n, options):
     more = (w,) if len(inspect.signature(loss_fn).parameters) > 2 else ()
     try:
         loss_fn(model, cut(batch, dim, 0, n), *more).backward()
-        measured = [(s.name, [(p, torch.flatten) for p in s.parameters], *row(s, s.trained)) for s in w.sites if got(s)]
-        measured += [(s.name, [(p, functools.partial(s.pick, name)) for name, p in s.trained.items()], *row(s))
-                     for s in (w.sampled.layers if w.sampled else ()) if got(s)]
-        measured += [(name, [(p, torch.flatten) for p in parameters], *pair)
-                     for name, parameters, *pair in (w.exact.rows() if w.exact else ())]
-        lengths = w.current.lengths
+        measured = [(site.name, [(p, functools.partial(site.pick, name)) for name, p in site.trained.items()], *row(site))
+                    for site in w._hooks.sites if site.open]
+        lengths = w._passes.current.lengths
     finally:
         w.close()
     shares = torch.full((n,), 1 / n) if lengths is None else (lengths / lengths.sum()).cpu()
@@ -86,12 +82,12 @@ def compare(model, loss_fn, batch, dim, n, options):
             c = torch.cat([pick((torch.zeros_like(p) if p.grad is None else p.grad).detach().double()) for p, pick in own])
             squares[i], sums[i] = squares[i] + float(c.square().sum()), sums[i] + c
     rows = [(name, q, squares[i], big, float(sums[i].square().sum())) for i, (name, _, q, big) in enumerate(measured)]
-    return Report(rows, w.left_out | (w.exact.left_out if w.exact else {}), n)
+    return Report(rows, w.left_out, n)
 
 
-def row(site, trained=lambda numbers: [numbers]):
+def row(site):
     """(q, big) of an open step."""
-    sums, squares = (torch.cat(trained(v)) for v in site.leaf.grad.double()[:2 * site.size].split(site.size))
+    sums, squares = site.leaf.grad.double()[:2 * site.size].split(site.size)
     return float(squares.sum()), float(sums.square().sum())
 
 

@@ -278,7 +278,7 @@ def test_a_benchmarked_step_is_charged_for_the_averages(tiny_models):
     step = tools.Step(tiny_models, 3, "norm")
     step()
     step()
-    scale = step.inner.tracker.scales["norm"]
+    scale = step.inner.tracker.meter.scales["norm"]
     assert scale.averages.updates == 2 and scale.tr_sigma > 0
 
 

@@ -225,16 +225,16 @@ def test_watched_steps_launch_taps_and_never_wait_for_the_device(options, dtype,
         w.checked = True  # the first step of all is looked at at once, in exact mode layer by layer
         for layer in w.rest.layers:
             layer.checked = True
-        if w.sampled:
-            w.sampled.hooks.clear()
+        if w._sampler.layers:
+            w._sampler.checks.clear()
         for _ in range(3):
             for _ in range(2):
                 (model(torch.zeros(4, 12, dtype=torch.int64, device="cuda")) / 2).backward()
             optimizer.step()
             optimizer.zero_grad()
-        assert len(w.waiting) == 3 and all(step[0].is_cuda for step in w.waiting)
-        assert [name for name, _ in w.waiting[-1][3]] == ["forward", "backward"] * 2 + ["update"]
-    assert sum(launch.name == "tap_kernel" for launch in launches) == 3 * 2 * len(w.sites)
+        assert len(w._waiting) == 3 and all(step.numbers.is_cuda for step in w._waiting)
+        assert [name for name, _ in w._waiting[-1].events] == ["forward", "backward"] * 2 + ["update"]
+    assert sum(launch.name == "tap_kernel" for launch in launches) == 3 * 2 * len(w._hooks.norms)
 
 
 @inside

@@ -7,25 +7,21 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rightbatch import WatchError, rows, sampled, verify, watch
-from tests.watching import TABLES, TINY, Encoder, Plain, hf, ids, loop, loss_of, pair_of, plain, ragged, randomise, trainer_of
-
-needs_transformers = pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
-
-
-def body_of(model, tables=TABLES):
-    return [name for name, p in model.named_parameters() if p.requires_grad and name not in tables]
+from rightbatch import WatchError, rows, sites, verify, watch
+from tests import watching
+from tests.watching import TINY, Encoder, Plain, body, hf, ids, loop, loss_of, needs, pair_of, plain, ragged, randomise
 
 
 def spy(w):
-    """What each step's sampled rows come to: [{"body": (q, big), ...}]."""
-    found, collect = [], w.sampled.collect
+    """What each step that samples comes to: [{"body": (q, big), ...}]."""
+    found, collect = [], w._collector.collect
 
-    def collected(norm):
-        numbers, counts = collect(norm)
-        found.append({name: [float(v) for v in pair] for name, pair in numbers.items()})
+    def collected(layers, direct):
+        numbers, counts = collect(layers, direct)
+        if "body" in numbers:
+            found.append({name: [float(v) for v in pair] for name, pair in numbers.items()})
         return numbers, counts
-    w.sampled.collect = collected
+    w._collector.collect = collected
     return found
 
 
@@ -76,12 +72,12 @@ KINDS = {
 def test_over_many_draws_sampled_rows_have_the_numbers_of_all_rows(kind, monkeypatch):
     if kind == "Conv1D" and not importlib.util.find_spec("transformers"):
         pytest.skip("transformers is not installed")
-    monkeypatch.setattr(sampled, "LOW_RANK", 0)
+    monkeypatch.setattr(sites, "LOW_RANK", 0)
     monkeypatch.setattr(rows, "ROWS", 3)
     torch.manual_seed(0)
     make, shape = KINDS[kind]
     model, x = make(), torch.randn(4, *shape)
-    truth = pair_of(loop(model, {"x": x}), body_of(model))
+    truth = pair_of(loop(model, {"x": x}), body(model))
     w = watch(model)
     estimates = spy(w)
     for _ in range(1000):
@@ -98,7 +94,7 @@ def test_over_many_draws_sampled_rows_have_the_numbers_of_all_rows(kind, monkeyp
 
 
 def check(model, batch, w, names, shares=None, rtol=1e-6, call=None, parts=None):
-    truth = pair_of(loop(model, batch, shares, w.batch_dim), names)
+    truth = pair_of(loop(model, batch, shares, w._passes.batch_dim), names)
     estimates = spy(w)
     for part in parts or [batch]:
         (loss_of((model if call is None else call)(**part)) / len(parts or [0])).backward()
@@ -112,7 +108,7 @@ def test_all_rows_agree_with_accumulation(norms):
     model = plain().double()
     if not norms:
         model.first, model.second = nn.Identity(), nn.Identity()
-    check(model, {"idx": ids()}, watch(model), body_of(model), parts=[{"idx": part} for part in ids().split(2)])
+    check(model, {"idx": ids()}, watch(model), body(model), parts=[{"idx": part} for part in ids().split(2)])
 
 
 class Checkpointed(Plain):
@@ -135,14 +131,14 @@ def test_all_rows_agree_under_checkpointing_and_where_a_layer_is_used_twice(reen
     torch.manual_seed(0)
     model = randomise(Checkpointed()).double()
     model.reentrant = reentrant
-    check(model, {"idx": ids()}, watch(model), body_of(model))
+    check(model, {"idx": ids()}, watch(model), body(model))
 
 
 def test_sequence_first_agrees():
     torch.manual_seed(0)
     model = randomise(Encoder(batch_first=False)).double()
     w = watch(model, batch_dim=1, skip=["*.self_attn"])
-    check(model, {"x": torch.randn(6, 4, 16).double()}, w, [n for n in body_of(model) if "self_attn" not in n])
+    check(model, {"x": torch.randn(6, 4, 16).double()}, w, [n for n in body(model) if "self_attn" not in n])
     assert 0 < w.coverage < 100
 
 
@@ -151,16 +147,16 @@ def test_compiled_steps_with_and_without_samples_agree(backend):
     model = plain().double()
     w = watch(model)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
-    check(model, {"idx": ids()}, w, body_of(model), call=compiled)
+    check(model, {"idx": ids()}, w, body(model), call=compiled)
     for step in range(1, 4):
         compiled(ids()).backward()
-        assert (w.sampled.layers[0].leaf.grad is not None) == (step == 2)
+        assert (w._sampler.layers[0].leaf.grad is not None) == (step == 2)
         w.step()
 
 
 def test_compiled_steps_take_new_rows_each_time_and_nothing_is_compiled_again(monkeypatch):
     from torch._dynamo.utils import counters
-    monkeypatch.setattr(sampled, "LOW_RANK", 0)
+    monkeypatch.setattr(sites, "LOW_RANK", 0)
     found, graphs = [], []
     for compiles in (False, True):
         model = plain().double()
@@ -176,7 +172,7 @@ def test_compiled_steps_take_new_rows_each_time_and_nothing_is_compiled_again(mo
     assert len({small for small, _ in eager}) > 1 and graphs[-8] == graphs[-1], "with samples and without, no more"
 
 
-@needs_transformers
+@needs("transformers")
 @pytest.mark.parametrize("name, config, settings", [
     ("LlamaForCausalLM", "LlamaConfig", TINY),
     ("GPT2LMHeadModel", "GPT2Config", dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=1,
@@ -184,8 +180,7 @@ def test_compiled_steps_take_new_rows_each_time_and_nothing_is_compiled_again(mo
 def test_ragged_lengths_agree(name, config, settings):
     model, batch = hf(name, config, **settings).double(), ragged()
     n = (batch["labels"][:, 1:] != -100).sum(1).double()
-    tables = [n for n, _ in model.named_parameters() if n.split(".")[-2] in ("wte", "wpe", "embed_tokens", "lm_head")]
-    check(model, batch, watch(model), body_of(model, tables), shares=n / n.sum())
+    check(model, batch, watch(model), body(model), shares=n / n.sum())
 
 
 class Packed(Plain):
@@ -212,7 +207,7 @@ def test_documents_in_a_row_are_examples():
     estimates = spy(w)
     model(idx).backward()
     w.step()
-    truth = pair_of({name: torch.stack(grads) for name, grads in total.items()}, body_of(model))
+    truth = pair_of({name: torch.stack(grads) for name, grads in total.items()}, body(model))
     assert estimates[0]["body"] == pytest.approx(truth, rel=1e-6)
 
 
@@ -221,16 +216,14 @@ def test_bf16_agrees_as_far_as_it_goes(autocast):
     model = plain() if autocast else plain().bfloat16()
     w = watch(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        check(model, {"idx": ids()}, w, body_of(model), rtol=0.05, call=model)
+        check(model, {"idx": ids()}, w, body(model), rtol=0.05, call=model)
 
 
 def test_adams_metric_weighs_every_coordinate_and_is_that_of_exact_mode():
     model = plain().double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.95), eps=1e-6)
     w, exact = watch(model, optimizer, half_life_tokens=1e9), watch(model, optimizer, mode="exact", half_life_tokens=1e9)
-    w.sampled.on, estimates, oracle = True, spy(w), exact.exact.collect
-    seen = []
-    exact.exact.collect = lambda norm: seen.append(oracle(norm)) or seen[-1]
+    w._sampler.on, estimates, oracle = True, spy(w), spy(exact)
     for seed in range(3):
         truth = loop(model, {"idx": ids(seed)})
         metrics = {name: v for name, p in model.named_parameters() if optimizer.state[p]
@@ -238,11 +231,11 @@ def test_adams_metric_weighs_every_coordinate_and_is_that_of_exact_mode():
         model(ids(seed)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        w.sampled.on = True
+        w._sampler.on = True
     weighed = {name: truth[name] * ((v > 0) / (v.sqrt() + 1e-6)).sqrt() for name, v in metrics.items()}
-    assert estimates[-1]["body_adam"] == pytest.approx(pair_of(weighed, body_of(model)), rel=1e-6)
-    for name, other in (("body_adam", "total_adam"), ("body", "body")):
-        assert [float(v) for v in seen[-1][0][other]] == pytest.approx(estimates[-1][name], rel=1e-6)
+    assert estimates[-1]["body_adam"] == pytest.approx(pair_of(weighed, body(model)), rel=1e-6)
+    for name in ("body", "body_adam"):
+        assert oracle[-1][name] == pytest.approx(estimates[-1][name], rel=1e-6)
 
 
 # -- what is left out, with a word
@@ -283,7 +276,7 @@ def test_a_linear_with_a_forward_pass_of_its_own_is_taken_where_it_does_what_a_l
     torch.manual_seed(0)
     model = randomise(Plain()).double()
     model.hidden.__class__ = Casting
-    check(model, {"idx": ids()}, watch(model), body_of(model))
+    check(model, {"idx": ids()}, watch(model), body(model))
     model.hidden.__class__ = Doubling
     w = watch(model)
     model(ids()).backward()
@@ -297,7 +290,7 @@ class Outside(Plain):
 
 
 @pytest.mark.parametrize("kind, words", [
-    (Routed, "has no dimension of 4 examples"), (Elsewhere, "its weight is used elsewhere, too"),
+    (Routed, "sees 7 examples in its input (7, 16), the model sees 4"), (Elsewhere, "its weight is used elsewhere, too"),
     (NotCalled, "its weight is used, but not by calling the layer"), (Outside, "outside of the model's own forward pass")])
 def test_what_cannot_be_told_apart_is_left_out_with_a_word_and_training_goes_on(kind, words):
     torch.manual_seed(0)
@@ -309,7 +302,7 @@ def test_what_cannot_be_told_apart_is_left_out_with_a_word_and_training_goes_on(
         (model.hidden(loss).square().mean() if kind is Outside else loss).backward()
         w.step()
     assert words in w.left_out["hidden"] and w.row()["gns/norm_tr_sigma"] > 0
-    assert w.coverage < 100 and len(estimates) == 2 and not w.sampled.layers[0].parameters[0]._backward_hooks
+    assert w.coverage < 100 and len(estimates) == 2 and not w._sampler.layers[0].parameters[0]._backward_hooks
 
 
 def test_the_gradients_hooks_are_gone_after_the_first_sampled_step_and_all_others_when_closed():
@@ -329,7 +322,7 @@ def test_the_old_name_is_refused_with_the_new_one():
 
 def test_without_calibration_nothing_is_sampled_and_the_missing_factor_is_named():
     w = watch(plain(), calibrate=False)
-    assert w.sampled is None and "calibrate=True) measures it" in str(w.whatif())
+    assert not w._sampler.layers and "calibrate=True) measures it" in str(w.whatif())
 
 
 def test_the_table_of_verify_has_sampled_rows():
@@ -363,8 +356,7 @@ def test_a_loop_of_ones_own_has_the_right_batch_within_100_steps(norms):
     assert str(w).startswith("right batch for time") and "in Adam's metric" in str(w.whatif())
 
 
-@needs_transformers
-@pytest.mark.skipif(not importlib.util.find_spec("accelerate"), reason="accelerate is not installed")
+@needs("transformers", "accelerate")
 @pytest.mark.parametrize("name, config, settings", [
     ("LlamaForCausalLM", "LlamaConfig", TINY),
     ("GPT2LMHeadModel", "GPT2Config", dict(vocab_size=64, n_positions=32, n_embd=32, n_layer=1, n_head=2, bos_token_id=1,
@@ -374,7 +366,7 @@ def test_hugging_faces_trainer_has_the_right_batch_within_100_steps(name, config
     from rightbatch import WatchCallback
     model = hf(name, config, **settings)
     texts = [{"input_ids": row} for row in (3 + ids(batch=1600, V=4)).tolist()]
-    trainer = trainer_of(tmp_path, model, texts, WatchCallback(), max_steps=100, per_device_train_batch_size=4,
+    trainer = watching.trainer_of(tmp_path, model, texts, WatchCallback(), max_steps=100, per_device_train_batch_size=4,
                          gradient_accumulation_steps=4, max_grad_norm=1.0, learning_rate=1e-4, logging_steps=20)
     trainer.train()
     row = [line for line in trainer.state.log_history if "loss" in line][-1]

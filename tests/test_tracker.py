@@ -95,11 +95,11 @@ def test_every_groups_pair_is_the_papers_on_the_same_batch_plain_and_adam(settin
     assert tracker.groups == list(groups)
     for group in groups:
         names = [n for n in grads[0] if belongs(n, group)]
-        scale = tracker.scales[group]
+        scale = tracker.meter.scales[group]
         assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(papers_pair(grads, names), rel=2e-4), group
         if group not in PLAIN_ONLY:
             names = [n for n in names if belongs(n, "body")]
-            scale = tracker.scales[f"{group}_adam"]
+            scale = tracker.meter.scales[f"{group}_adam"]
             assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(papers_pair(grads, names, metrics), rel=2e-4), group
 
 
@@ -236,7 +236,7 @@ def test_the_cross_check_is_the_classical_estimate_from_micro_batches(setting):
         whole = {n: sum(m[n] for m in means) / 3 for n in names}
         small = np.mean([sum(float((m[n]**2).sum()) for n in names) for m in means])
         big = sum(float((whole[n]**2).sum()) for n in names)
-        scale = tracker.crosscheck.scales[f"{group}_micro"]
+        scale = tracker.tracker.meter.scales[f"{group}_micro"]
         assert (scale.sq_norm, scale.tr_sigma) == pytest.approx(gns.unbiased_pair(small, big, 4, 12), rel=2e-4)
 
 

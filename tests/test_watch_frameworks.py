@@ -1,6 +1,5 @@
 """watch in Hugging Face's Trainer, Lightning, accelerate and on two ranks, against the float64 loop."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -11,12 +10,7 @@ import torch
 
 from rightbatch import watch
 from tests.helpers import ROOT
-from tests.watching import TINY, documents, hf, ids, loop, pair_of, plain, trainer_of, truth_of_ragged
-
-
-def needs(*names):
-    missing = [name for name in names if not importlib.util.find_spec(name)]
-    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
+from tests.watching import TINY, documents, hf, ids, loop, needs, pair_of, plain, trainer_of, truth_of_ragged
 
 
 @needs("transformers", "accelerate")
@@ -56,7 +50,7 @@ def test_huggingface_trainer_carries_on_from_a_checkpoint(tmp_path):
     trainer = trainer_of(tmp_path, model, rows, second, max_steps=4, restore_callback_states_from_checkpoint=True)
     trainer.train(resume_from_checkpoint=True)
     callback = next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "WatchCallback")
-    assert callback.w.scales["norm"].averages.updates == 4
+    assert callback.w.meter.scales["norm"].averages.updates == 4
 
 
 @needs("pytorch_lightning")
@@ -122,7 +116,7 @@ def test_lightning_with_two_optimizers_closes_a_step_for_each_backward_pass(tmp_
                enable_progress_bar=False, accelerator="cpu", enable_model_summary=False, default_root_dir=tmp_path
                ).fit(module, torch.utils.data.DataLoader(data, batch_size=4, shuffle=False))
     q, big = [sum(v) for v in zip(*pairs)] if one_backward else pairs[1]
-    assert callback.w.steps == (3 if one_backward else 6) and len(callback.w.optimizers) == 2
+    assert callback.w.steps == (3 if one_backward else 6) and len(callback.w._ending.optimizers) == 2
     assert (callback.w.last.small, callback.w.last.big) == (pytest.approx(4 * q, rel=1e-4), pytest.approx(big, rel=1e-4))
 
 
@@ -142,7 +136,7 @@ def test_accelerate_closes_a_step_when_it_steps(before):
             accelerator.backward(model(part))
             optimizer.step()
             optimizer.zero_grad()
-    assert w.scales["norm"].averages.updates == 1
+    assert w.meter.scales["norm"].averages.updates == 1
     assert w.last.small / w.last.big == pytest.approx(4 * q / big, rel=1e-5)
 
 
@@ -195,11 +189,13 @@ def test_adams_metric_is_the_same_on_shards(ranks):
     assert ranks["fsdp"]["adam"] == pytest.approx(ranks["ddp"]["adam"], rel=1e-3)
 
 
-@pytest.mark.parametrize("case", ["sampled_ddp", "sampled_fsdp"])
-def test_sampled_rows_on_two_ranks_are_those_of_one_process(ranks, case):
-    assert ranks[case]["left_out"] == ranks["sampled_one"]["left_out"] == {}
-    assert len(ranks["sampled_one"]["body"]) == 2 + 4 * 2, "three steps sample, the first without Adam's metric"
-    assert ranks[case]["body"] == pytest.approx(ranks["sampled_one"]["body"], rel=1e-5)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("mode, steps", [("norm", 3), ("exact", 6)])
+def test_rows_on_two_ranks_are_those_of_one_process(ranks, kind, mode, steps):
+    ours, one = ranks[f"{mode}_{kind}"], ranks[f"{mode}_one"]
+    assert ours["left_out"] == one["left_out"] == {}
+    assert len(one["body"]) == 2 + 4 * (steps - 1), "as many steps sample, the first without Adam's metric"
+    assert ours["body"] == pytest.approx(one["body"], rel=1e-5)
 
 
 @needs("transformers", "accelerate")

@@ -1,6 +1,5 @@
 """w.whatif(): what a step costs, by a clock that the tests turn, and the right batch that follows."""
 
-import importlib.util
 import math
 
 import pytest
@@ -9,12 +8,7 @@ import torch
 from rightbatch import gns, watch
 from rightbatch.decision import Cost, Decision, Noise, right_batch
 from rightbatch.step_time import WARM_UP, StepTime, from_hooks
-from tests.watching import TINY, Plain, hf, ids, plain, trainer_of
-
-
-def needs(*names):
-    missing = [name for name in names if not importlib.util.find_spec(name)]
-    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
+from tests.watching import TINY, Plain, hf, ids, needs, plain, trainer_of
 
 
 @pytest.fixture
@@ -91,7 +85,7 @@ def test_micro_steps_are_per_example_and_clipping_and_update_are_fixed(clock):
     model(ids())  # a pass that no backward pass follows
     train(model, optimizer, clock, 3)
     assert w.row()["step_time/fixed_ms"] == pytest.approx(7500)
-    assert w.timer.averages.updates == 7  # of 12: the first is asked about before its update, and one holds the stray pass
+    assert w._clock.timer.averages.updates == 7  # of 12: one is asked about before its update, one holds the stray pass
 
 
 def test_of_several_optimizers_the_last_ends_the_step(clock):
@@ -129,7 +123,7 @@ def test_a_compiled_model_is_timed_from_start_on_and_says_so_without(clock):
     compiled = torch.compile(model, backend="aot_eager")
     model.examples = 4  # compiled: no forward of ours counts
     train(model, optimizer, clock, WARM_UP + 3, compiled)
-    assert w.timer.estimate() is None and "call w.start()" in str(w.whatif())
+    assert w._clock.timer.estimate() is None and "call w.start()" in str(w.whatif())
     train(model, optimizer, clock, WARM_UP + 3, compiled, start=w.start)
     assert (w.row()["step_time/per_sequence_ms"], w.row()["step_time/fixed_ms"]) == pytest.approx((2000, 7500))
 
@@ -154,7 +148,7 @@ def test_the_right_batch_is_the_root_of_N_t0_over_t1(clock, options):
     model, optimizer, w = slow(clock, half_life_tokens=1e9, **options)
     train(model, optimizer, clock, 40)
     row, decision = w.row(), w.whatif()
-    key = "gns/total_adam" if w.mode == "exact" else "gns/calibrated_adam"
+    key = "gns/body_adam" if w.mode == "exact" else "gns/calibrated_adam"
     N, ends = row[key], ("", "_low", "_high")
     assert N > 0 and [row[f"gns{end}"] for end in ends] == [row[f"{key}{end}"] for end in ends]
     assert decision.right["time_formula"] == pytest.approx(math.sqrt(N * 7.5 / 3))
@@ -181,7 +175,7 @@ def test_calibration_in_adams_metric_is_the_factor_of_exact_steps():
         optimizer.step()
         optimizer.zero_grad()
     factor = w.row()["gns/calibration_adam"]
-    truth = exact.row()["gns/total_adam"] / exact.row()["gns/norm_adam"]
+    truth = exact.row()["gns/body_adam"] / exact.row()["gns/norm_adam"]
     assert factor == pytest.approx(truth, rel=0.1)
 
 
@@ -245,14 +239,14 @@ def test_times_go_on_where_they_were(clock):
     model, optimizer, w = slow(clock)
     train(model, optimizer, clock, 8)
     w.row()
-    state, before = w.state_dict(), w.timer.estimate()
+    state, before = w.state_dict(), w._clock.timer.estimate()
     w.close()
     other = watch(model, optimizer)
     other.load_state_dict(state)
-    assert other.row() == w.row() or other.timer is None  # there is no clock before training begins
+    assert other.row() == w.row() or other._clock.timer is None  # there is no clock before training begins
     train(model, optimizer, clock, 1)
     other.fetch()
-    assert other.timer.estimate() == before  # warming up
+    assert other._clock.timer.estimate() == before  # warming up
 
 
 # -- optimizers that are not Adam, or not all of it
@@ -288,7 +282,7 @@ def test_a_model_that_adam_steps_in_part_has_no_whole_in_adams_metric():
     optimizer.step()
     model(ids()).backward()
     w.step()
-    assert "gns/norm_adam" in w.row() and "gns/total_adam" not in w.row()
+    assert "gns/norm_adam" in w.row() and "gns/body_adam" not in w.row()
     assert "noise scale of the whole model is" in str(w.whatif())
 
 

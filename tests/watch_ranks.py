@@ -19,7 +19,7 @@ NORMS = ["first.weight", "first.bias", "second.weight"]
 
 def last(w):
     w.fetch()
-    adam = w.scales.get("norm_adam")
+    adam = w.meter.scales.get("norm_adam")
     return dict(vars(w.last), adam=adam and [adam.sq_norm, adam.tr_sigma])
 
 
@@ -63,8 +63,8 @@ def times(rank, data):
     wrapped.register_comm_hook(None, all_reduce)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     w = watch(wrapped, optimizer)
-    looked = w.backward_over
-    w.backward_over = lambda: (looked(), over.set())
+    looked = w._ending.backward_over
+    w._ending.backward_over = lambda: (looked(), over.set())
     for _ in range(8):
         over.clear()
         loss = wrapped(data[rank])
@@ -73,7 +73,7 @@ def times(rank, data):
         optimizer.step()
         optimizer.zero_grad()
     w.fetch()
-    return dict(own=asdict(w.timer.estimate()), slowest=asdict(w.step_cost(all_ranks=True)))
+    return dict(own=asdict(w._clock.timer.estimate()), slowest=asdict(w._step_cost(all_ranks=True)))
 
 
 def compiled_before(rank, data):
@@ -149,8 +149,8 @@ class Conv1D(torch.nn.Module):
         return x @ self.weight + self.bias
 
 
-def sampled(data, kind):
-    """What sampled rows come to in a few steps, in one process ("one"), on ranks, and with shards on ranks."""
+def body(data, kind, mode):
+    """What rows come to in a few steps, in one process ("one"), on ranks, and with shards on ranks."""
     torch.manual_seed(0)
     model = wrapped = Wide()
     if kind == "fsdp":
@@ -161,13 +161,13 @@ def sampled(data, kind):
     if kind == "ddp":
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
-    w = watch(wrapped, optimizer, group=dist.new_subgroups(1)[0] if kind == "one" else None)
-    collect = w.sampled.collect
+    w = watch(wrapped, optimizer, mode=mode, group=dist.new_subgroups(1)[0] if kind == "one" else None)
+    collect = w._collector.collect
 
-    def collected(norm):
-        found.append(collect(norm))
+    def collected(layers, direct):
+        found.append(collect(layers, direct))
         return found[-1]
-    w.sampled.collect = collected
+    w._collector.collect = collected
     for step in range(6):
         for part in data[:, step].split(2):
             (wrapped(part) * 2 / len(data)).backward()
@@ -180,7 +180,8 @@ def sampled(data, kind):
 
 def in_three_ways(rank):
     data = torch.randn(8, 6, 5, 67, generator=torch.Generator().manual_seed(0))
-    return {f"sampled_{kind}": sampled(data if kind == "one" else data.split(4)[rank], kind) for kind in ("one", "ddp", "fsdp")}
+    return {f"{mode}_{kind}": body(data if kind == "one" else data.split(4)[rank], kind, mode)
+            for mode in ("norm", "exact") for kind in ("one", "ddp", "fsdp")}
 
 
 def main(folder):

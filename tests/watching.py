@@ -1,13 +1,23 @@
 """What the tests of watch share: models from configs, without a hub, and the oracle, a float64 loop over single examples."""
 
 import copy
+import importlib.util
 
+import pytest
 import torch
+
+from rightbatch.sites import body_of
 
 TINY = dict(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48,
             max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 B, T = 4, 12
 TABLES = ("embedding.weight", "head.weight", "head.bias")  # of Plain
+
+
+def needs(*names):
+    """A test that is skipped where a package is not installed."""
+    missing = [name for name in names if not importlib.util.find_spec(name)]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
 
 
 def randomise(model, seed=0):
@@ -102,21 +112,24 @@ def loop(model, batch, shares=None, batch_dim=0):
 def site_rows(model, site, truth):
     """(B, n): the loop's contributions to a site's parameters, weight first."""
     names = {id(p): name for name, p in model.named_parameters()}
-    if isinstance(site.trained, dict):  # a sampled layer, as it is before its step is closed
-        return torch.cat([torch.stack([site.pick(part, c) for c in truth[names[id(p)]]])
-                          for part, p in site.trained.items()], 1)
-    return torch.cat([truth[names[id(p)]].flatten(1) for p in site.parameters], 1)
+    return torch.cat([torch.stack([site.pick(part, c) for c in truth[names[id(p)]]]) for part, p in site.trained.items()], 1)
 
 
 def site_errors(model, w, truth):
     """{site: largest relative error of its sum c_b and sum c_b^2 against the loop}, from the leaves of an open step."""
     errors = {}
-    for site in [s for s in w.watched if s.leaf is not None and s.leaf.grad is not None]:
+    for site in [site for site in w._hooks.sites if site.open]:
         c, grad = site_rows(model, site, truth), site.leaf.grad.double()
         n = c.shape[1]
         errors[site.name] = max(float((got - want).norm() / want.norm())
                                 for got, want in ((grad[:n], c.sum(0)), (grad[n:2 * n], c.square().sum(0))))
     return errors
+
+
+def body(model):
+    """Names of the parameters that are trained and none of the tables."""
+    inside = body_of(model)
+    return [name for name, p in model.named_parameters() if p in inside]
 
 
 def pair_of(truth, names):

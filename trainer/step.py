@@ -24,7 +24,7 @@ from rightbatch.crosscheck import CrossCheck
 from rightbatch.decision import Cost, Noise
 from rightbatch.metric import adam_metric
 from rightbatch.rows import picked, tables
-from rightbatch.tracker import Tracker, scale_row
+from rightbatch.tracker import Tracker
 from trainer import hardware
 from trainer.grad_stats import GradStats
 from trainer.optimizer import Optimizer
@@ -58,12 +58,11 @@ class TrainingStep:
             micro_batch_size=config.micro_batch_size, half_life_tokens=config.gns_half_life_tokens,
             calibrate=config.gns_calibrate, metric=metric, row_metric=row_metric, sharded=ranks.sharded, seed=config.seed,
             rank=ranks.rank, world=ranks.world, device=device)
-        self.crosscheck, self.crosscheck_scales = None, {}
+        self.crosscheck = None
         if config.gns_crosscheck:
             groups = {group: self.tracker.members["exact"][group][1] for group in ("norm", "total")}
             self.crosscheck = CrossCheck(list(self.parameters.values()), groups, config.micro_batch_size,
-                                         config.gns_half_life_tokens, ranks.world, ranks.average)
-            self.crosscheck_scales = self.crosscheck.scales
+                                         self.tracker.meter, ranks.world, ranks.average)
         self.stats = GradStats(list(self.parameters.values()), self.optimizer, ranks)
         last_ready = None if ranks.sharded else model.wte.weight  # the token embedding's gradient is the last to be ready
         setting = hardware.device_name(device), config.parallel, config.activation_checkpointing, self.compiled
@@ -161,7 +160,7 @@ class TrainingStep:
 
     def scales(self):
         """Every noise scale that is averaged, by name."""
-        return self.tracker.scales | self.crosscheck_scales
+        return self.tracker.meter.scales
 
     def noise(self) -> Noise | None:
         """The noise scale that the run goes by: the whole model's, in metric_of_run; None while it is undetermined."""
@@ -173,22 +172,17 @@ class TrainingStep:
 
     def row(self):
         """The keys of a log line."""
-        return self.tracker.row() | scale_row(self.crosscheck_scales) | self.stats.row()
+        return self.tracker.row() | self.stats.row()
 
     def tokens_to_factor(self):
         """Roughly, until the whole model's noise scale is known; None where nothing tells, or it is."""
         return self.tracker.tokens_to_factor("_adam" if metric_of_run(self.config) == "adam" else "", self.tokens)
 
     def state_dict(self):
-        state = self.tracker.state_dict()
-        state["scales"] |= {name: scale.state_dict() for name, scale in self.crosscheck_scales.items()}
-        return state
+        return self.tracker.state_dict()
 
     def load_state_dict(self, state):
         self.tracker.load_state_dict(state)
-        for name, scale in self.crosscheck_scales.items():
-            if name in state["scales"]:  # those of ranks are new where there was one process
-                scale.load_state_dict(state["scales"][name])
 
 
 def metric_of_run(config):

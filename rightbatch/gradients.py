@@ -1,0 +1,93 @@
+"""
+Each example's gradient of a layer's weights, from the layer's input x and the gradient dy of its output.
+
+B examples, T positions, C channels, n numbers per example: weight, then bias.
+"""
+
+import torch
+
+
+def norm_rows(norm, dy, x, batch_dim, segments):
+    """(B, n): every example's gradient of weight(, bias). segments: (document of each position (B, T), how many), or None."""
+    # a compiler fuses the plain version itself; the kernels take (B, T, C) with whole rows as examples
+    plain = batch_dim != 0 or segments is not None or norm.eps is None or torch.compiler.is_compiling()
+    c = None if plain else kernel_rows(norm, dy, x)
+    return torch_rows(norm, dy, x, batch_dim, segments) if c is None else c
+
+
+def kernel_rows(norm, dy, x):
+    """The same in one pass over x and dy, or None where no kernel takes it. On a CPU the kernel is C++ and has to be compiled,
+    half a minute for 0.4% of a step: only for whoever asked for our kernels (fused)."""
+    kind = x.device.type
+    if kind == "cpu" and not norm.fused or x.dtype == torch.float64:
+        return None
+    from rightbatch.kernels import backends
+    tap = backends.resolve("auto", kind, x.dtype, dy.dtype).tap
+    return None if tap is None else tap(dy.detach(), x.detach(), norm.eps, not norm.centred, norm.bias)
+
+
+def torch_rows(norm, dy, x, batch_dim, segments):
+    acc = torch.promote_types(x.dtype, torch.float32)
+    x, dy = x.detach().to(acc), dy.detach().to(acc)
+    C = norm.shape
+    if norm.eps is None:
+        xhat = norm.plain(x)
+    else:
+        xhat = torch.nn.functional.layer_norm(x, C, eps=norm.eps) if norm.centred else \
+            torch.nn.functional.rms_norm(x, C, eps=norm.eps)
+    product = dy * xhat if norm.eps is None else xhat.mul_(dy)  # in place: on a CPU fresh memory takes longer than the product
+    rows = [sum_positions(product, norm, batch_dim, segments)]
+    if norm.bias:
+        rows.append(sum_positions(dy, norm, batch_dim, segments))
+    return rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+
+
+def sum_positions(v, norm, batch_dim, segments):
+    if norm.channels > 0:  # (B, C, ...)
+        return v.flatten(2).sum(2)
+    v, C = v.movedim(batch_dim, 0), norm.shape.numel()
+    if segments is None:
+        return v.reshape(v.shape[0], -1, C).sum(1)
+    return by_document(v.reshape(segments[0].numel(), -1, C).sum(1), segments)
+
+
+def by_document(v, segments):
+    """(positions, n) -> (documents, n). Padding, -1, is the last, and goes."""
+    document, n = segments
+    return v.new_zeros(n + 1, v.shape[1]).index_add_(0, document.reshape(-1) % (n + 1), v)[:n]
+
+
+# -- rows of linear layers and convolutions
+
+
+def row_gradients(site, names, own, dy, x, batch_dim, segments):
+    """(B, n): each example's gradient of the rows `own` of the weight, row after row, and of the bias there, as `names` say."""
+    acc, k = torch.promote_types(dy.dtype, torch.float32), site.count
+    if site.kind == "convolution":
+        g = (dy if own is None else dy.index_select(1, own)).to(acc)
+        parts = {"weight": lambda: convolution_rows(site.module, own, g, x.to(acc)), "bias": lambda: g.flatten(2).sum(2)}
+    else:
+        dy, x = dy.movedim(batch_dim, 0), x.movedim(batch_dim, 0)
+        B, C = x.shape[0], x.shape[-1]
+        g = (dy if own is None else dy.index_select(-1, own)).to(acc)
+        if segments is None:
+            g, x = g.reshape(B, -1, k), x.reshape(B, -1, C)
+            parts = {"weight": lambda: torch.bmm(g.mT, x.to(acc)).flatten(1), "bias": lambda: g.sum(1)}
+        else:
+            g, x = g.reshape(-1, k), x.reshape(-1, C).to(acc)
+            parts = {"weight": lambda: torch.cat([by_document(v[:, None] * x, segments) for v in g.unbind(1)], 1),
+                     "bias": lambda: by_document(g, segments)}
+    gradients = [parts[name]() for name in names]
+    return gradients[0] if len(gradients) == 1 else torch.cat(gradients, 1)
+
+
+def convolution_rows(module, own, g, x):
+    """A row is an output channel. All examples at once: each is a group of one convolution, whose weight's gradient this is."""
+    B, k, groups = len(x), g.shape[1], module.groups
+    if groups > 1 and own is not None:  # each row with the input channels of its own group
+        x = x.unflatten(1, (groups, -1)).index_select(1, own // (module.out_channels // groups)).flatten(1, 2)
+        groups = k
+    weight_grad = torch.nn.grad.conv1d_weight if x.dim() == 3 else torch.nn.grad.conv2d_weight
+    gradient = weight_grad(x.reshape(1, -1, *x.shape[2:]), (B * k, *module.weight.shape[1:]), g.reshape(1, -1, *g.shape[2:]),
+                           module.stride, module.padding, module.dilation, B * groups)
+    return gradient.view(B, -1)
