@@ -31,10 +31,6 @@ class Moments:
         state = self.groups[p][0].state[p]
         return state.get("max_exp_avg_sq", state["exp_avg_sq"])
 
-    def of(self, p):
-        """Adam's metric of a parameter, or None: another optimizer, or before its first step."""
-        return None if self.group(p) is None else self.metric(whole(self.second(p)), p)
-
     def of_all(self, parameters, pick):
         """Adam's metric of what `pick` takes out of the second moments of all parameters, [moment] -> [flat], as one vector; or
         None. Those of one group of the optimizer step together, so that a few operations do for all."""

@@ -40,8 +40,7 @@ FETCH = 512     # steps that may wait on the device when nobody asks for a repor
 
 def watch(model: torch.nn.Module, optimizer=None, *, mode: str = "norm", fused: bool = False, calibrate: bool = True,
           batch_dim: int = 0, skip: str | Sequence[str] = (), scaler=None, half_life_tokens: float = 250_000,
-          lengths: str = "auto", token_mean: str = "auto", group=None, close_steps: bool = True,
-          calibrate_every=None) -> "Watch":
+          lengths: str = "auto", token_mean: str = "auto", group=None, close_steps: bool = True) -> "Watch":
     """
     A Watch of the model: print it, or log its row().
 
@@ -63,7 +62,6 @@ def watch(model: torch.nn.Module, optimizer=None, *, mode: str = "norm", fused: 
                       "step": all tokens of the step weigh alike. "auto": step where the model's loss is divided by
                       num_items_in_batch, as in Hugging Face's Trainer
     group             process group that holds the batch
-    calibrate_every   the former name of calibrate, which needs no number
     close_steps       False: the optimizer is for its metric alone, and w.step() is called by you
     """
     return Watch(**locals())
@@ -94,9 +92,8 @@ class Watch:
     averages; `steps` counts those that were closed."""
 
     def __init__(self, model, optimizer, *, mode, fused, calibrate, batch_dim, skip, scaler, half_life_tokens, lengths,
-                 token_mean, group, close_steps, calibrate_every):
-        check_options(model, mode=mode, lengths=lengths, token_mean=token_mean, batch_dim=batch_dim,
-                      half_life_tokens=half_life_tokens, calibrate_every=calibrate_every)
+                 token_mean, group, close_steps):
+        check_options(model, half_life_tokens, mode=mode, lengths=lengths, token_mean=token_mean, batch_dim=batch_dim)
         check_model(model)
         self.model, self.mode, self.left_out = model, mode, {}
         skip = [skip] if isinstance(skip, str) else skip
@@ -389,7 +386,7 @@ class Watch:
         self._sampler.begin(self.steps)
 
 
-def check_options(model, *, half_life_tokens, calibrate_every, **options):
+def check_options(model, half_life_tokens, **options):
     choices = {"mode": ("norm", "exact"), "lengths": ("auto", "equal"), "token_mean": ("auto", "micro", "step"),
                "batch_dim": (0, 1)}
     if not isinstance(model, torch.nn.Module):
@@ -399,9 +396,6 @@ def check_options(model, *, half_life_tokens, calibrate_every, **options):
             raise WatchError(f"{name}={value!r}: expected one of {', '.join(map(str, choices[name]))}")
     if not half_life_tokens > 0:
         raise WatchError(f"half_life_tokens={half_life_tokens!r}: expected a number of tokens above 0")
-    if calibrate_every is not None:
-        raise WatchError(f"calibrate_every={calibrate_every!r}: its place has calibrate=True, the default, which samples a few "
-                         "rows of every weight instead of making exact steps")
 
 
 def check_sites(norms, layers, left_out, samples):

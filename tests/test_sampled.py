@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rightbatch import WatchError, rows, sites, verify, watch
+from rightbatch import rows, sites, verify, watch
 from tests import watching
 from tests.watching import TINY, Encoder, Plain, body, hf, ids, loop, loss_of, needs, pair_of, plain, ragged, randomise
 
@@ -313,11 +313,6 @@ def test_the_gradients_hooks_are_gone_after_the_first_sampled_step_and_all_other
     assert not any(p._backward_hooks for p in model.parameters()) and w.left_out == {}
     w.close()
     assert not any(m._forward_hooks for m in model.modules())
-
-
-def test_the_old_name_is_refused_with_the_new_one():
-    with pytest.raises(WatchError, match="calibrate_every=100: its place has calibrate=True"):
-        watch(plain(), calibrate_every=100)
 
 
 def test_without_calibration_nothing_is_sampled_and_the_missing_factor_is_named():

@@ -796,7 +796,7 @@ def test_amsgrads_metric_is_of_the_largest_second_moment():
     w, p = watch(model, optimizer), model.first.weight
     state = optimizer.state[p]
     assert float(state["max_exp_avg_sq"].sum()) > 1.5 * float(state["exp_avg_sq"].sum())
-    assert torch.allclose(w._moments.of(p), 1 / ((state["max_exp_avg_sq"] / (1 - 0.5**3)).sqrt() + 1e-8))
+    assert torch.allclose(w._moments.of_all([p], list), 1 / ((state["max_exp_avg_sq"] / (1 - 0.5**3)).sqrt() + 1e-8))
 
 
 class TwoSteps(torch.optim.AdamW):
