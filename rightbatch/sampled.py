@@ -37,8 +37,8 @@ class Sampler:
         return [handle for handles in self.checks.values() for handle in handles]
 
     def keep_gradient(self, site, name, grad):
-        if self.on:
-            part = site.pick(name, grad.detach()).to(torch.promote_types(grad.dtype, torch.float32))
+        if self.on:  # a copy: others write into the gradient, as DDP does
+            part = site.pick(name, grad.detach()).to(torch.promote_types(grad.dtype, torch.float32), copy=True)
             site.gradients[name] = site.gradients[name] + part if name in site.gradients else part
 
     def check(self):

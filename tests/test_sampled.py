@@ -183,34 +183,6 @@ def test_ragged_lengths_agree(name, config, settings):
     check(model, batch, watch(model), body(model), shares=n / n.sum())
 
 
-class Packed(Plain):
-    """No attention, so that documents do not mix: a loss for each position."""
-
-    def forward(self, idx):
-        x = self.embedding(idx)
-        return self.head(self.second(x + self.hidden(self.first(x)).tanh())).square().mean()
-
-
-def test_documents_in_a_row_are_examples():
-    torch.manual_seed(0)
-    model, idx = randomise(Packed()).double(), ids(batch=2)
-    documents = torch.tensor([[0] * 5 + [1] * 7, [2] * 12])
-    examples = [idx[:1, :5], idx[:1, 5:], idx[1:]]
-    total = {}
-    for example in examples:
-        model.zero_grad()
-        (model(example) * example.numel() / idx.numel()).backward()
-        for name, p in model.named_parameters():
-            total.setdefault(name, []).append(p.grad.clone())
-    w = watch(model)
-    w.segments(documents)
-    estimates = spy(w)
-    model(idx).backward()
-    w.step()
-    truth = pair_of({name: torch.stack(grads) for name, grads in total.items()}, body(model))
-    assert estimates[0]["body"] == pytest.approx(truth, rel=1e-6)
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 def test_bf16_agrees_as_far_as_it_goes(autocast):
     model = plain() if autocast else plain().bfloat16()

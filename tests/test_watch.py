@@ -425,19 +425,6 @@ class Checkpointed(Plain):
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), idx[:, 1:].flatten())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointing_of_both_kinds_agrees(reentrant):
-    torch.manual_seed(0)
-    model, idx = randomise(Checkpointed(reentrant)), ids()
-    truth = truth_of(model, idx)
-    w = watch(model)
-    for part in idx.split(2):
-        (model(part) / 2).backward()
-    assert max(site_errors(model, w, truth).values()) < 1e-5
-    w.step()
-    check_last(w, *pair_of(truth, NORMS), 4)
-
-
 class CheckpointedTwice(Checkpointed):
     def forward(self, idx):
         def twice(v):

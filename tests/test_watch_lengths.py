@@ -9,6 +9,8 @@ from torch import nn
 from rightbatch import WatchError, gns, watch
 from tests.watching import LENGTHS, TINY, B, Plain, T, check_step, hf, ids, loop, loop_of, needs, pair_of, plain, ragged
 
+NORMS = ["first.weight", "first.bias", "second.weight"]
+
 
 def norm_names(model, w):
     inside = {id(p) for site in w._hooks.norms for p in site.parameters}
@@ -21,7 +23,7 @@ def check(w, q, big, shares, rtol=2e-5):
     assert w.last.effective == pytest.approx(1 / h, rel=1e-5) and w.last.examples == len(shares)
     assert (w.last.small, w.last.big) == (pytest.approx(q / h, rel=rtol), pytest.approx(big, rel=rtol))
     sq_norm, tr_sigma = gns.unequal_pair(q, big, h, len(shares))
-    scale = w.meter.scales["norm"]
+    scale = w.meter.scales["body" if w.mode == "exact" else "norm"]
     assert (scale.sq_norm, scale.tr_sigma) == (pytest.approx(sq_norm, rel=1e-3), pytest.approx(tr_sigma, rel=1e-3))
 
 
@@ -113,10 +115,11 @@ def test_weights_are_said_for_a_forward_pass_and_micro_batches_follow_the_loss(t
         share = float(n[c].sum() / n.sum()) if token_mean == "step" else 0.5
         (share * masked_loss(model(idx[c]), idx[c], LENGTHS[c])).backward()
     w.step()
-    check(w, *pair_of(truth, ["first.weight", "first.bias", "second.weight"]), shares)
+    check(w, *pair_of(truth, NORMS), shares)
 
 
-def test_documents_packed_into_rows_are_the_examples():
+@pytest.mark.parametrize("mode, names", [("norm", NORMS), ("exact", [*NORMS, "hidden.weight", "hidden.bias"])])
+def test_documents_packed_into_rows_are_the_examples(mode, names):
     torch.manual_seed(0)
     model, idx = Weighted(), ids(batch=2)
     documents = torch.tensor([[0] * 5 + [1] * 7, [2] * 3 + [3] * 6 + [-1] * 3])
@@ -130,12 +133,12 @@ def test_documents_packed_into_rows_are_the_examples():
             rows.setdefault(name, []).append(p.grad.clone())
     truth = {name: torch.stack(r) for name, r in rows.items()}
     model.float().zero_grad()
-    w = watch(model)
+    w = watch(model, mode=mode)
     w.segments(documents)
     real = documents >= 0
     nn.functional.cross_entropy(model(idx)[real], idx[real]).backward()
     w.step()
-    check(w, *pair_of(truth, ["first.weight", "first.bias", "second.weight"]), n / n.sum())
+    check(w, *pair_of(truth, names), n / n.sum())
 
 
 @needs("transformers")
@@ -192,7 +195,7 @@ def test_labels_count_however_they_are_given(how, wrap):
     model, idx = Labelled(), ids()
     batch = dict(input_ids=idx, labels=idx.masked_fill(torch.arange(T) >= LENGTHS[:, None], -100))
     shares = LENGTHS.double() / LENGTHS.sum()
-    q, big = pair_of(loop(model, batch, shares=shares), ["first.weight", "first.bias", "second.weight"])
+    q, big = pair_of(loop(model, batch, shares=shares), NORMS)
     watched = wrap(model)
     w = watch(watched)
     args, kwargs = {"by name": ((), batch), "by position": (tuple(batch.values()), {}), "in a dict": ((batch,), {})}[how]
@@ -265,7 +268,7 @@ def test_unequal_micro_batches_weighted_by_their_size_are_one_mean_over_the_step
     for part in idx.split(sizes):
         (model(part) * len(part) / 8).backward()
     w.step()
-    check_step(w, loop(model, {"idx": idx}), ["first.weight", "first.bias", "second.weight"])
+    check_step(w, loop(model, {"idx": idx}), NORMS)
 
 
 @needs("transformers")
