@@ -131,7 +131,10 @@ class NoiseScale:
     @property
     def gns(self):
         """tr(Sigma) / |G|^2 in examples, or None while it is undetermined: |G|^2 not clearly above zero."""
-        return max(self.tr_sigma, 0.0) / self.sq_norm if self.interval() else None
+        if self.interval() is None:
+            return None
+        tr_sigma, sq_norm = self.averages.means()
+        return max(tr_sigma, 0.0) / sq_norm
 
     def interval(self, level=0.95):
         """(low, high) of the noise scale by Fieller's theorem, or None while undetermined. A noise scale is never
@@ -175,7 +178,7 @@ class Calibration:
         """After every step: the norm layers' NoiseScale; the step's pairs (sq_norm, tr_sigma) where it sampled."""
         self.waiting += tokens
         self.age += tokens
-        if total_pair is None or not scale.gns:
+        if total_pair is None or norm_pair is None or not scale.gns:
             return
         s, g = scale.tr_sigma, scale.sq_norm
         self.averages.update((total_pair[1] / s, total_pair[0] / g, norm_pair[1] / s, norm_pair[0] / g), self.waiting)

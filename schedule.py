@@ -60,6 +60,10 @@ class Schedule:
         """Of the step from `tokens` to `after`, for the reference batch."""
         return learning_rate_at(after, self.config)
 
+    def at(self, tokens: int) -> int:
+        """The batch of the step that starts there."""
+        raise NotImplementedError
+
     def start(self):
         """Called once, at the start of a run that has no saved state."""
 
@@ -573,7 +577,7 @@ def coupled(B, config, noise=None):
                           al. 2025, arXiv 2505.13738: the best one is linear in B), sqrt(k) with sqrt, 1 with linear.
     """
     k = B / reference_batch(config)
-    lr_factor = LR_FACTORS[config.lr_scaling](k * noise.high / B if saturated(B, config, noise) else k)
+    lr_factor = LR_FACTORS[config.lr_scaling](k * noise.high / B if noise and saturated(B, config, noise) else k)
     beta2 = max(config.beta2**k, min(config.beta2_floor, config.beta2)) if config.beta2_scaling == "tokens" else config.beta2
     decay = config.weight_decay * k / lr_factor if config.weight_decay_scaling == "tokens" else config.weight_decay
     return lr_factor, beta2, decay

@@ -28,7 +28,7 @@ import time
 import torch
 
 from rightbatch import gns
-from rightbatch.decision import Cost
+from rightbatch.decision import Cost, Triple
 
 WARM_UP = 3  # steps of each kind that a process does not count: memory, threads and compilers are cold
 REHEARSALS, REHEARSE_EVERY = 3, 500  # at first, then one in so many steps: half a per cent of them
@@ -134,8 +134,11 @@ class StepTime:
             return None
         (micro, fixed), cov = self.averages.means(), self.averages.covariance()
         spreads = [z * max(cov[i][i], 0.0) ** 0.5 for i in (0, 1)]
-        return Cost(tuple(max(v, 0.0) for v in (fixed, fixed - spreads[1], fixed + spreads[1])),
-                    tuple(max(v, 1e-12) / self.sequences for v in (micro, micro - spreads[0], micro + spreads[0])))
+
+        def triple(value, spread, least, parts) -> Triple:
+            value, low, high = (max(v, least) / parts for v in (value, value - spread, value + spread))
+            return value, low, high
+        return Cost(triple(fixed, spreads[1], 0.0, 1), triple(micro, spreads[0], 1e-12, self.sequences))
 
     def state_dict(self):
         return {"setting": self.setting, "averages": self.averages.state_dict()}
@@ -185,7 +188,8 @@ def from_hooks(events, passes):
 
 def slowest(costs: list[Cost | None]) -> Cost | None:
     """Of several processes' costs, that of the process which waits least; None while one of them is not known."""
-    return None if None in costs else max(costs, key=lambda cost: cost.per_sequence[0])
+    known = [cost for cost in costs if cost]
+    return max(known, key=lambda cost: cost.per_sequence[0]) if len(known) == len(costs) else None
 
 
 def row(cost: Cost | None) -> dict:
