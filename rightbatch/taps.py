@@ -32,6 +32,12 @@ class Counts(NamedTuple):
     own: float         # sum of (share of the loss of the own pass)^2
     tokens: float
 
+    def squared_shares(self, whole: bool) -> float:
+        """h = sum of (share of the step's loss)^2. whole: that is one mean over all its tokens, and not over its passes."""
+        if whole:
+            return self.squares / self.lengths**2 if self.lengths else 0
+        return self.own / self.passes**2
+
 
 HEAD = len(Counts._fields)
 

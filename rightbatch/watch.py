@@ -75,6 +75,7 @@ class Last:
     small: float
     big: float
     effective: float
+    mean_length: float  # tokens that count in an example
 
 
 @dataclass
@@ -105,17 +106,15 @@ class Watch:
         check_sites(norms, layers, self.left_out, samples)
         self._without_layers = ("no other layer is a linear or a convolution, whose rows could be sampled." if samples else
                                 "watch(..., calibrate=True) measures it.")
-        self._ranks, optimizers = Ranks(group), []
-        self._moments = Moments(optimizers)
+        self._ranks, self._moments = Ranks(group), Moments([])
         self._sampler = Sampler(layers, self._direct, self.left_out)
         self._collector = Collector(model, norms, self._ranks, self._moments, self.left_out)
         self._clock = Clock(model, half_life_tokens, self._ranks)
-        self._ending = Ending(optimizers, scaler or scaler_of(optimizer), self._clock,
+        self._ending = Ending(self._moments.optimizers, scaler or scaler_of(optimizer), self._clock,
                               self.step_if_begun if close_steps else None, self.forget)
         self._passes = Passes(model, batch_dim, lengths, token_mean, self._opening)
         self._waiting, self._checked = [], False  # Closed steps; whether one was looked at
-        self._newest = self._newest_length = None
-        self._unmeasured, self._quantum, self._open = 0, 1, True
+        self._newest, self._unmeasured, self._quantum, self._open = None, 0, 1, True
         self._hooks = Hooks(model, norms, self._sampler, self._passes, self.left_out, self._ending.gradient_came)
         self._ending.sites = self._hooks.sites
         try:
@@ -265,16 +264,14 @@ class Watch:
         if B == 1 and not self._checked:
             raise WatchError("one example in the whole step: its noise cannot be told from its gradient. Take a batch of at "
                              "least two, by micro-batch, accumulation or ranks")
-        in_step = counts.squares / counts.lengths**2 if counts.lengths else 0  # sum of (share of the step's loss)^2
-        h = in_step if step.whole else counts.own / counts.passes**2
+        h = counts.squared_shares(step.whole)
         if B == 1 or not 0 < h < 1:
             self._unmeasured += 1  # all weight is on one example, or on none
             return
         self._checked = True
-        self._newest_length = (counts.tokens if counts.lengths == B else counts.lengths) / B
         self.meter.covered = coverage or self.meter.covered
-        q, big = numbers[self._main]
-        self._newest = Last(round(B), q / h, big, 1 / h)
+        q, big = numbers["body" if self._direct else "norm"]
+        self._newest = Last(round(B), q / h, big, 1 / h, (counts.tokens if counts.lengths == B else counts.lengths) / B)
         pairs = {name: gns.unequal_pair(*pair, h, B) for name, pair in numbers.items()}
         sampled = {metric: (pairs[f"body{metric}"], pairs[f"norm{metric}"]) for metric in ("", "_adam")
                    if not self._direct and f"body{metric}" in pairs}
@@ -290,12 +287,6 @@ class Watch:
         return self._newest
 
     @property
-    def mean_length(self) -> float | None:
-        """Tokens that count in an example of the newest step."""
-        self.fetch()
-        return self._newest_length
-
-    @property
     def skipped(self) -> int:
         """Steps that were not measured: their gradient was not finite, GradScaler left them out, or the loss was all one
         example's."""
@@ -306,23 +297,13 @@ class Watch:
     def steps(self) -> int:
         return self._ending.steps
 
-    @property
-    def coverage(self) -> float | None:
-        """Per cent of the weights, but for the tables, that are measured. None before that is known."""
-        return self.meter.coverage
-
-    @property
-    def _main(self):
-        """What the newest step is told of."""
-        return "body" if self._direct else "norm"
-
     def row(self, all_ranks: bool = False) -> dict:
         """The log keys: the noise scale in examples with its 95% interval, |G|^2 and tr(Sigma); None while undetermined. The
         cost of a step and the right batch once they are known; all_ranks as in whatif."""
         self.fetch()
         row = self.meter.row()
         if self._direct or self._sampler.layers:
-            row["gns/coverage_percent"] = self.coverage
+            row["gns/coverage_percent"] = self.meter.coverage
         cost = self._step_cost(all_ranks)
         return row | step_time.row(cost) | self._decide(cost).row()
 

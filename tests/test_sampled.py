@@ -83,7 +83,7 @@ def test_over_many_draws_sampled_rows_have_the_numbers_of_all_rows(kind, monkeyp
     for _ in range(1000):
         model(x).backward()
         w.step()
-    assert not w.left_out and w.coverage == 100
+    assert not w.left_out and w.meter.coverage == 100
     for got, want in zip(zip(*(e["body"] for e in estimates)), truth):
         got = torch.tensor(got, dtype=torch.float64)
         assert abs(got.mean() - want) < 4 * got.std() / len(got)**0.5 + 1e-5 * want
@@ -139,7 +139,7 @@ def test_sequence_first_agrees():
     model = randomise(Encoder(batch_first=False)).double()
     w = watch(model, batch_dim=1, skip=["*.self_attn"])
     check(model, {"x": torch.randn(6, 4, 16).double()}, w, [n for n in body(model) if "self_attn" not in n])
-    assert 0 < w.coverage < 100
+    assert 0 < w.meter.coverage < 100
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
@@ -274,7 +274,7 @@ def test_what_cannot_be_told_apart_is_left_out_with_a_word_and_training_goes_on(
         (model.hidden(loss).square().mean() if kind is Outside else loss).backward()
         w.step()
     assert words in w.left_out["hidden"] and w.row()["gns/norm_tr_sigma"] > 0
-    assert w.coverage < 100 and len(estimates) == 2 and not w._sampler.layers[0].parameters[0]._backward_hooks
+    assert w.meter.coverage < 100 and len(estimates) == 2 and not w._sampler.layers[0].parameters[0]._backward_hooks
 
 
 def test_the_gradients_hooks_are_gone_after_the_first_sampled_step_and_all_others_when_closed():

@@ -67,7 +67,7 @@ def test_last_is_the_newest_step_whenever_it_is_read():
         model(idx).backward()
         w.step()
         check_last(w, *pair_of(truth_of(model, idx), NORMS), batch)
-        assert w.mean_length == 5 + seed
+        assert w.last.mean_length == 5 + seed
     (float("inf") * model(ids())).backward()
     w.step()
     assert w.skipped == 1

@@ -19,8 +19,8 @@ def check(model, batch, w, names, coverage=100, rtol=1e-4):
     w.step()
     assert (w.last.small, w.last.big) == (pytest.approx(4 * q, rel=rtol), pytest.approx(big, rel=rtol))
     sizes = {name: p.numel() for name, p in model.named_parameters() if p in body_of(model)}
-    assert w.coverage == pytest.approx(100 * sum(sizes.get(name, 0) for name in names) / sum(sizes.values()))
-    assert w.coverage >= coverage - 1e-3
+    assert w.meter.coverage == pytest.approx(100 * sum(sizes.get(name, 0) for name in names) / sum(sizes.values()))
+    assert w.meter.coverage >= coverage - 1e-3
 
 
 @pytest.mark.parametrize("at_once", [1, 300, 2**24])

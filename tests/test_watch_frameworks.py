@@ -79,7 +79,7 @@ def test_lightning_agrees_with_accumulation_and_logs_the_keys(tmp_path):
                          log_every_n_steps=1, enable_checkpointing=False, enable_progress_bar=False, accelerator="cpu",
                          enable_model_summary=False, default_root_dir=tmp_path)
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=2, shuffle=False))
-    assert len(lasts) == 4 and lasts[0].examples == 4 and callback.w.mean_length == 12
+    assert len(lasts) == 4 and lasts[0].examples == 4 and callback.w.last.mean_length == 12
     assert lasts[0].small / lasts[0].big == pytest.approx(4 * q / big, rel=1e-4)
     assert trainer.callback_metrics["gns/norm_tr_sigma"] > 0 and "gns/norm_adam_tr_sigma" in trainer.callback_metrics
 

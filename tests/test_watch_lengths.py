@@ -42,7 +42,7 @@ def test_shares_come_from_the_labels_that_count(kind):
     model(**batch).loss.backward()
     w.step()
     check(w, *pair_of(truth, norm_names(model, w)), shares)
-    assert w.mean_length == pytest.approx(float(n.mean()))
+    assert w.last.mean_length == pytest.approx(float(n.mean()))
 
 
 @needs("transformers")

@@ -219,7 +219,7 @@ def test_part_of_the_gradient_is_said_to_be_a_part():
         model(draw()).backward()
         w.step()
     words = str(w.whatif())
-    assert f"{w.coverage:.0f}% of its weights" in words and w.coverage < 99
+    assert f"{w.meter.coverage:.0f}% of its weights" in words and w.meter.coverage < 99
 
 
 # -- arithmetic

@@ -97,7 +97,7 @@ def exact(rank, data):
     w = watch(model, mode="exact")
     model(data[rank]).backward()
     w.step()
-    return dict(examples=w.last.examples, coverage=w.coverage)
+    return dict(examples=w.last.examples, coverage=w.meter.coverage)
 
 
 def fsdp(rank, data):
