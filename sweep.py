@@ -29,7 +29,7 @@ from system import terminal
 
 # command: what it finds, its options, the function that answers
 COMMANDS = {
-    "memory": ("the largest and the best micro-batch", micro.memory_arguments, micro.memory),
+    "memory": ("the largest and the best micro-batch", micro.memory_arguments, micro.memory_sweep),
     "throughput": ("the best accumulation", micro.throughput_arguments, micro.throughput),
     "quality": ("the largest batch whose gradient still gains", quality.arguments, quality.quality),
     "runs": ("a grid of full runs", grid.arguments, grid.runs),

@@ -2,7 +2,6 @@
 The benchmarks share turns, medians and quartiles, peak memory, processes, the models that are timed, and our step on them.
 """
 
-import contextlib
 import math
 import os
 import random
@@ -18,6 +17,7 @@ import torch
 
 from configurator import Config, ConfigError
 from model import GPT, Attention, GPTConfig, Norm
+from system.memory import peak_bytes  # noqa: F401, one home for benchmarks and sweeps
 from trainer import distributed, hardware, output
 from trainer.step import TrainingStep, to_host
 
@@ -31,11 +31,12 @@ MODELS = {  # GPTConfig, micro-batch
 }
 
 
-def interleave(variants, seconds, min_rounds=5):
+def interleave(variants, seconds, min_rounds=5, warm_up=2):
     """Run every variant once a round, in a new order each round, since each leaves its mark on the caches. A variant is
     called and returns {phase: seconds}, or None to sit a round out. Returns {name: {phase: [seconds]}}."""
     for run in variants.values():
-        run(), run()                      # warm-up: first touch of memory, threads, caches
+        for _ in range(warm_up):          # first touch of memory, threads, caches; none for whole processes
+            run()
     samples = {name: defaultdict(list) for name in variants}
     end, rounds, order = time.perf_counter() + seconds, 0, list(variants.items())
     while time.perf_counter() < end or rounds < min_rounds:
@@ -79,39 +80,6 @@ def pick_device(name):
 
 def plain(dtype):
     return str(dtype).removeprefix("torch.")
-
-
-def peak_bytes(run, warm_up=True, device="cpu"):
-    """Largest number of bytes that torch's allocator held during one step, above what it held before: exact, unlike RSS."""
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        return torch.cuda.max_memory_allocated() - before
-    from torch.profiler import ProfilerActivity, profile
-    if warm_up:
-        run()
-    with silent_stderr(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        run()
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for e in sorted(events, key=lambda e: e.start_ns()):
-        held += e.nbytes()
-        peak = max(peak, held)
-    return peak
-
-
-@contextlib.contextmanager
-def silent_stderr():
-    """The profiler's C++ side chats on file descriptor 2."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def write_json(path, report, device="cpu"):

@@ -28,7 +28,7 @@ import sys
 import hosts
 import numpy as np
 import prediction
-from common import ROOT, Runs, parse, write
+from common import ROOT, Experiment
 
 import configurator
 import schedule
@@ -52,18 +52,11 @@ STEPS, EVERY, SEQUENCES = 60, 10, 8000  # of the runs that time a step; without 
 TRACKED = 1.04  # a sequence that is tracked, over one that is not (quickstart)
 
 
-def settings(config, length, seed, factor=FACTOR, **changes):
-    """What a run changes in the config."""
+def settings(config, length, seed, **changes):
+    """What a run of another schedule than a constant batch changes in the config."""
     tokens = round(config.max_tokens * length)
     return dict(max_tokens=tokens, warmup_tokens=round(prediction.WARM_UP * tokens), seed=seed,
-                learning_rate=config.learning_rate * factor, min_lr=config.min_lr * factor, **changes)
-
-
-def constant(config, batch, length, seed, factor):
-    """The same at a constant batch, with a warm-up of enough steps."""
-    found = settings(config, length, seed, factor, batch_schedule="constant", batch_size=batch, batch_size_start=batch)
-    least = prediction.WARM_UP_STEPS * batch * config.block_size
-    return {**found, "warmup_tokens": min(found["max_tokens"], max(found["warmup_tokens"], least))}
+                learning_rate=config.learning_rate * FACTOR, min_lr=config.min_lr * FACTOR, **changes)
 
 
 # -- runs that are the same on every machine
@@ -80,7 +73,8 @@ def far_ends(runs, seeds):
         return f"batch{LARGEST}_lr{factor:g}_length{length:g}_seed{seed}"
 
     def do(those):
-        runs.do({name(f, n, s): constant(runs.config, LARGEST, n, s, f) for f, n, s in those}, may_die=True)
+        runs.do({name(f, n, s): prediction.constant_batch(LARGEST, round(runs.config.max_tokens * n), f, s, "norm", runs.config)
+                 for f, n, s in those}, may_die=True)
     do([(f, LONG[0], 0) for f in (1.0, 2.0, 4.0)])
     best = prediction.top({f: runs.final_loss(name(f, LONG[0], 0)) for f in (1.0, 2.0, 4.0)})
     do([(best, n, s) for s in seeds for n in LONG])
@@ -106,7 +100,7 @@ def real(name, out, config, changes):
     finished = jobs.tokens_done(folder) >= own["max_tokens"]
     if finished:
         try:
-            jobs.same_settings(configurator.Config(**own), jobs.read_config(folder))
+            jobs.same_settings(configurator.Config(**own), configurator.read_run(folder))
         except configurator.ConfigError as e:
             configurator.die(e)
     else:  # its seconds are real ones: never half a run
@@ -150,11 +144,6 @@ def walk_of(steps):
 
 # -- seconds to a loss
 
-def at(times, batch):
-    """Seconds of a step of any batch, on straight lines between those measured."""
-    return float(np.interp(batch, list(times), list(times.values())))
-
-
 def seconds_to(loss, kind, ends, times, config):
     """Of a constant batch or a fixed schedule, to end at `loss`; None outside of what its runs reached."""
     tokens = prediction.taken([(n, [statistics.median(losses)]) for n, losses in ends], loss)
@@ -166,7 +155,7 @@ def seconds_to(loss, kind, ends, times, config):
     batches, done, seconds = schedule.build(changed, QUANTUM), 0, 0.0
     while done < tokens:
         batch = batches.at(done)
-        done, seconds = done + batch * config.block_size, seconds + at(times, batch)
+        done, seconds = done + batch * config.block_size, seconds + float(np.interp(batch, list(times), list(times.values())))
     return seconds
 
 
@@ -206,8 +195,9 @@ def on_machine(name, args, config, seeds, ends):
 
 def checked(name, args, config, batch, times):
     """A whole constant run on the machine: its seconds, and what steps times the time of a step says."""
-    rows = real(name, args.out, config, {"name": f"check{batch}", "gns": "off", "gns_calibrate": False,
-                                         **constant(config, batch, STEERED[name][0], 1, FACTOR)})
+    tokens = round(config.max_tokens * STEERED[name][0])
+    rows = real(name, args.out, config, {"name": f"check{batch}", "gns_calibrate": False,
+                                         **prediction.constant_batch(batch, tokens, FACTOR, 1, "off", config)})
     last = [r for r in rows if "train/loss" in r][-1]
     return {"batch": batch, "steps": last["step"], "seconds": last["seconds"], "priced": last["step"] * times[batch]}
 
@@ -242,73 +232,53 @@ def on_made_up_machines(runs, seeds, ends):
 
 # -- what came out
 
-def finding(machines, priced):
-    def worst(regrets):
+def finding(result):
+    def said(results, kind="gns"):
+        regrets = [own["regret"][kind] for own in results if kind in own.get("regret", ()) and own["bracketed"]]
         return f"{min(regrets):+.0%} to {max(regrets):+.0%}" if regrets else "not comparable"
-    said = []
-    for name, own in machines.items():
-        known = [r for r in own["losses"].values() if r["best"] and r["bracketed"]]
-        said.append(f"{name} {worst([r['regret']['gns'] for r in known])} (best constant "
-                    f"{', '.join(str(b) for b in sorted({r['best'] for r in known}))}; linear "
-                    f"{worst([r['regret']['linear'] for r in known if 'linear' in r['regret']])}, seesaw "
-                    f"{worst([r['regret']['seesaw'] for r in known if 'seesaw' in r['regret']])})")
-    text = ("Here, seconds of gns to a loss, with no sweep over batches, over those of the best constant batch: "
-            + "; ".join(said))
-    known = {ratio: own for ratio, own in priced.items() if own["best"] and own["bracketed"]}
-    if known:
-        text += ". Priced, t0/t1 of " + ", ".join(f"{ratio}: {own['regret']['gns']:+.0%} (best {own['best']})"
-                                                  for ratio, own in known.items())
-    return text + "."
+    each = []
+    for name, machine in result["machines"].items():
+        losses = machine["losses"].values()
+        best = ", ".join(str(b) for b in sorted({own["best"] for own in losses if own["best"]}))
+        each.append(f"{name} {said(losses)} (best constant {best}; linear {said(losses, 'linear')}, seesaw "
+                    f"{said(losses, 'seesaw')})")
+    priced = ", ".join(f"{ratio}: {own['regret']['gns']:+.0%} (best {own['best']})"
+                       for ratio, own in result["priced"].items() if own["best"] and own["bracketed"])
+    return ("Here, seconds of gns to a loss, with no sweep over batches, over those of the best constant batch: "
+            f"{'; '.join(each)}. Priced, t0/t1 of {priced or 'none'}.")
 
 
-def draw(machines, path):
+def draw(result, _, path):
     """Regret against constant batch, with the schedules as lines, one panel a machine."""
-    plt = style.pyplot()
-    figure, axes = plt.subplots(1, len(machines), figsize=(4 * len(machines), 4.2), layout="constrained", sharey=True,
-                                squeeze=False)
+    machines = result["machines"]
+    figure, axes = style.panels(len(machines), 4 * len(machines), 4.2, sharey=True, squeeze=False)
     for ax, (name, own) in zip(axes.flat, machines.items()):
-        for shade, result in zip((0.35, 0.65, 1.0), (r for r in own["losses"].values() if r["best"])):
-            regret = result["regret"]
+        for shade, told in zip((0.35, 0.65, 1.0), (r for r in own["losses"].values() if r["best"])):
+            regret = told["regret"]
             batches = [b for b in CONSTANTS if str(b) in regret]
             ax.plot(batches, [1 + regret[str(b)] for b in batches], "o-", ms=4, color=style.COLORS[0], alpha=shade,
-                    label=f"constant, to a loss of {result['loss']:.2f}")
-            for color, kind in zip(style.COLORS[1:], ("gns", "linear", "seesaw")):
+                    label=f"constant, to a loss of {told['loss']:.2f}")
+            for color, kind in zip(style.COLORS[1:], ("gns", *FIXED)):
                 if kind in regret:
-                    ax.axhline(1 + regret[kind], color=color, alpha=shade, lw=1.6 if kind == "gns" else 1.0,
-                               ls="-" if kind == "gns" else "--", label=kind if shade == 1.0 else None)
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_yticks([0.8, 1, 1.5, 2, 4], labels=["0.8", "1", "1.5", "2", "4"])
-        ax.minorticks_off()
-        ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
-        ax.set_title({"one": "one process", "two": "two processes", "200mbit": "two hosts, 200 Mbit/s",
-                      "50mbit": "two hosts, 50 Mbit/s"}[name])
-        ax.set_xlabel("batch, sequences")
-        ax.legend(fontsize=8)
+                    ax.axhline(1 + regret[kind], color=color, alpha=shade, ls="-" if kind == "gns" else "--",
+                               label=kind if shade == 1.0 else None)
+        style.dress(ax, hosts.WORDS[name], "batch, sequences", "doublings", "log")
     axes[0, 0].set_ylabel("seconds, over the best constant batch")
     style.save(figure, path)
 
 
-def main(argv=None):
-    argv = sys.argv[1:] if argv is None else argv
-    own = [a for a in argv if a.startswith("--machines=")]
-    args, config = parse([a for a in argv if a not in own], "steering", __doc__, seeds=3, settings=prediction.SETTINGS,
-                         tiny=prediction.TINY)
-    names = hosts.names(own[-1].split("=", 1)[1] if own else ",".join(hosts.MACHINES))
-    seeds = list(range(1, args.seeds + 1))
-    runs = Runs(config, args)
-    ends = known_ends(args.results, config)
+def measure(runs):
+    args, config, seeds = runs.args, runs.config, list(range(1, runs.args.seeds + 1))
+    names, ends = hosts.names(args.machines), known_ends(args.results, config)
     factor, ends[LARGEST] = far_ends(runs, seeds)
     ends |= fixed_ends(runs, seeds)
-    priced = on_made_up_machines(runs, seeds, ends)
-    machines = {name: on_machine(name, args, config, seeds, ends) for name in names}
-    args.command = " ".join([args.command, *own])
-    path = write(args, config, PAPER, finding(machines, priced), {
-        "tokens_and_final_losses": {k: ends[k] for k in (LARGEST, *FIXED)}, "learning_rate_factor": {str(LARGEST): factor},
-        "machines": machines, "priced": priced})
-    draw(machines, path)
-    return 0
+    return {"tokens_and_final_losses": {k: ends[k] for k in (LARGEST, *FIXED)}, "learning_rate_factor": {str(LARGEST): factor},
+            "priced": on_made_up_machines(runs, seeds, ends),
+            "machines": {name: on_machine(name, args, config, seeds, ends) for name in names}}, None
 
+
+main = Experiment("steering", __doc__, PAPER, measure, finding, draw, prediction.SETTINGS, prediction.TINY, seeds=3,
+                  options={"--machines": dict(default=",".join(hosts.MACHINES), help="some of them, by comma")})
 
 if __name__ == "__main__":
     sys.exit(main())

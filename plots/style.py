@@ -103,6 +103,24 @@ def doublings(ax, ticks=()):
     plain(ax.xaxis)
 
 
+def dress(ax, title, xlabel=None, x=None, y=None, **more):
+    """A panel's title, axes and legend. x and y: "doublings", "log", "counts" (200k), "zero" (from zero on), or as they are."""
+    ax.set(title=title, xlabel=xlabel, **more)
+    for axis, kind, scale in ((ax.xaxis, x, ax.set_xscale), (ax.yaxis, y, ax.set_yscale)):
+        if kind == "doublings":
+            scale("log", base=2)
+            plain(axis)
+        elif kind == "log":
+            scale("log")
+            decades(axis)
+        elif kind == "counts":
+            counts(axis)
+        elif kind == "zero":
+            ax.set_ylim(bottom=0)
+    if ax.get_legend_handles_labels()[0]:
+        ax.legend(fontsize=9)
+
+
 def table(rows, align=str.rjust):
     """Text in columns; rows of strings, the first is the head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -9,18 +9,18 @@ without theory. The noise scale of the same run stands beside it. All branches r
 their losses are compared example for example. Everything is kept in out/run/branch/<at>: asking again runs what is missing.
 """
 
-import functools
+import dataclasses
 import os
 import shutil
-import subprocess
 
 import numpy as np
 
+import configurator
 import schedule
 from configurator import ConfigError
 from plots import style
-from sweeps.common import short
-from sweeps.jobs import Devices, read_config, run_all, run_training, tokens_done
+from sweeps import jobs
+from sweeps.common import number, short
 from system import files
 from trainer import checkpoint, curves, log, noise_scale
 
@@ -32,44 +32,32 @@ def arguments(parser):
     parser.add_argument("--window", help="tokens to train each branch for; default: a tenth of the run, and at least 32 "
                                          "steps of the largest batch")
     parser.add_argument("--tolerance", type=float, default=0.01, help="nats per token that a loss may be above that of k = 1")
-    parser.add_argument("--jobs", type=int, default=1, help="branches at a time")
     parser.add_argument("--dry_run", action="store_true", help="say what would be run and how long it might take")
+    jobs.arguments(parser)
 
 
 def branch(args):
-    config = read_config(args.run)
-    at, factors = tokens_of("--at", args.at), parse_factors(args.factors)
+    config = dataclasses.replace(configurator.read_run(args.run), wandb_log=False)
+    at, factors, at_once = tokens_of("--at", args.at), parse_factors(args.factors), number(args, "jobs", 1, int)
     folder = os.path.join(args.run, "branch", str(at))
-    base = os.path.join(folder, "base")
     if not 0 < at < config.max_tokens:
         raise ConfigError(f"--at={args.at}: the run goes from 0 to {config.max_tokens} tokens")
+    base = jobs.Group({"base": dataclasses.replace(config, stop_tokens=at)}, folder, 1, not args.in_process)
+    base_folder = base.wanted["base"].out_dir
     if args.dry_run:
-        print(dry_run(args, config, factors, at, folder))
+        print(dry_run(args, config, factors, at, base_folder))
         return 0
-    args.held.enter_context(files.only_writer(folder, ConfigError))
-    if tokens_done(base) < at:
-        print(f"taking the run to {log.count(at)} tokens in {base}", flush=True)
-        prepare_base(args.run, base, at)
-        run_training(config, out_dir=base, stop_tokens=at, resume="auto")
+    if base.left():
+        print(f"taking the run to {log.count(at)} tokens in {base_folder}", flush=True)
+        base.do_all(before=lambda: prepare_base(args.run, base_folder, at))
 
-    steps = [r for r in log.read(base) if "train/loss" in r]
+    steps = steps_of(base_folder)
     start, batch = steps[-1]["tokens"], steps[-1]["batch_size"]
     window = window_of(args, config, factors, start, batch)
-    jobs, devices = [], Devices(args.jobs, len(factors), config.device)
-
-    def run_branch(out, changes):
-        with devices.one() as env:
-            popen = functools.partial(subprocess.Popen, env={**os.environ, **env})
-            run_training(config, start=popen, out_dir=out, branch_from=base, stop_tokens=start + window, resume="auto",
-                         **changes)
-    for k in factors:
-        out, changes = os.path.join(folder, f"x{short(k)}"), branch_changes(config, batch, k)
-        if tokens_done(out) < start + window:
-            print(f"branch x{k:g}: batch {changes['batch_size']}, learning rate x {k**0.5:.3g}, {log.count(window)} tokens",
-                  flush=True)
-            jobs.append(functools.partial(run_branch, out, changes))
-    run_all(jobs, devices.at_once)
-
+    group = jobs.Group({f"x{short(k)}": dataclasses.replace(config, branch_from=base_folder, stop_tokens=start + window,
+                                                            **branch_changes(config, batch, k)) for k in factors},
+                       folder, at_once, not args.in_process)
+    group.do_all()
     rows = {k: log.read(os.path.join(folder, f"x{short(k)}")) for k in factors}
     result = result_of(rows, steps, start, window, batch, args.tolerance)
     files.write_json(os.path.join(folder, "branch.json"), result)
@@ -79,25 +67,23 @@ def branch(args):
     return 0
 
 
-def dry_run(args, config, factors, at, folder):
+def dry_run(args, config, factors, at, base):
     """What is missing, and how long it might take at the speed that the run had. The batch at --at is known where the run, or
     its base, has been there."""
-    base = os.path.join(folder, "base")
     reached = [r for d in (base, args.run) for r in steps_of(d) if r["tokens"] >= at]
     batch = reached[0]["batch_size"] if reached else schedule.build(config, config.micro_batch_size).at(at)
     window = window_of(args, config, factors, at, batch)
-    from_here = max(0, tokens_done(base), *(t for t in [tokens_done(args.run)] if t <= at))
-    left = {"base": max(0, at - from_here)}
+    begun = jobs.tokens_done(args.run)
+    left = {base: max(0, at - max(0, jobs.tokens_done(base), begun if begun <= at else 0))}
+    lines = [f"would take the run to {log.count(at)} tokens in {base}: {log.count(left[base])} to go"]
     for k in factors:
-        done = tokens_done(os.path.join(folder, f"x{short(k)}"))
-        left[f"x{short(k)}"] = max(0, window - max(0, done - at))
-    lines = [f"would take the run to {log.count(at)} tokens in {base}: {log.count(left['base'])} to go"]
-    lines += [f"would go on from there with batch {int(k * batch)} for {log.count(window)} tokens, in "
-              f"{os.path.join(folder, f'x{short(k)}')}: {log.count(left[f'x{short(k)}'])} to go" for k in factors]
+        out = os.path.join(os.path.dirname(base), f"x{short(k)}")
+        left[out] = max(0, window - max(0, jobs.tokens_done(out) - at))
+        lines.append(f"would go on from there with batch {int(k * batch)} for {log.count(window)} tokens, in {out}: "
+                     f"{log.count(left[out])} to go")
     if not reached and schedule.kind(config).measured:
         lines.append(f"the batch there depends on what the run measures; {batch} is a guess")
-    speeds = [r["tok_per_sec"] for r in steps_of(args.run) if r.get("tok_per_sec")]
-    total = sum(left.values())
+    speeds, total = [r["tok_per_sec"] for r in steps_of(args.run) if r.get("tok_per_sec")], sum(left.values())
     took = f": about {log.duration(total / np.median(speeds))} at the run's own speed" if speeds else ""
     return "\n".join([*lines, f"{log.count(total)} tokens in all{took}, {args.jobs} at a time"])
 
@@ -144,12 +130,13 @@ def parse_factors(text):
 
 def prepare_base(run, base, at):
     """Start the base from the run's own checkpoint, if that is not past the point already."""
-    if tokens_done(base) < 0 <= tokens_done(run) <= at:
+    if jobs.tokens_done(base) < 0 <= jobs.tokens_done(run) <= at:
         os.makedirs(base, exist_ok=True)
         begun = os.path.join(base, checkpoint.NAME)
         partial = files.beside(begun)
         shutil.copyfile(checkpoint.load(run, mmap=True)["path"], partial)  # before the log, which may grow meanwhile
-        shutil.copyfile(os.path.join(run, log.NAME), os.path.join(base, log.NAME))
+        for name in (log.NAME, "config.json"):
+            shutil.copyfile(os.path.join(run, name), os.path.join(base, name))
         os.replace(partial, begun)  # with it, the base counts as begun
 
 
@@ -224,25 +211,17 @@ def verdict(result):
 
 
 def draw(result, rows, path):
-    figure, (loss_ax, batch_ax) = style.pyplot().subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure, (loss_ax, batch_ax) = style.panels(2, 11, 4.6)
     for color, (k, branch_rows) in zip(style.COLORS * 9, rows.items()):
         tokens, loss = (np.array(v, dtype=float) for v in style.series(branch_rows, "train/loss"))
         smooth = curves.smoothed_loss(tokens - result["at"], loss, result["window"] / 10)
         style.line(loss_ax, tokens, smooth, color=color, label=f"k = {k:g}")
-    loss_ax.set_title("Training loss of the branches, smoothed")
-    loss_ax.set_xlabel("tokens")
-    style.counts(loss_ax.xaxis)
-    loss_ax.legend()
-    branches = result["branches"]
-    sizes, above, errors = ([e[key] for e in branches] for key in ("batch_size", "above", "above_se"))
+    style.dress(loss_ax, "Training loss of the branches, smoothed", "tokens", "counts")
+    sizes, above, errors = ([e[key] for e in result["branches"]] for key in ("batch_size", "above", "above_se"))
     batch_ax.errorbar(sizes, above, 2 * np.array(errors), fmt="o-", color=style.COLORS[0], capsize=3, label="loss above k = 1")
     batch_ax.axhline(result["tolerance"], color="#888888", ls=":", label="tolerance")
-    noise = result["noise_scale"]
-    if noise:
+    if noise := result["noise_scale"]:
         batch_ax.axvspan(noise["low"], noise["high"], color=style.COLORS[1], alpha=0.2, lw=0)
         batch_ax.axvline(noise["value"], color=style.COLORS[1], ls="--", label="noise scale, 95% interval")
-    style.doublings(batch_ax)
-    batch_ax.set_title("Loss above k = 1 (nats per token)")
-    batch_ax.set_xlabel("batch size (sequences)")
-    batch_ax.legend()
+    style.dress(batch_ax, "Loss above k = 1 (nats per token)", "batch size (sequences)", "doublings")
     style.save(figure, path)

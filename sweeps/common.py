@@ -73,6 +73,13 @@ def machine(device):
     return {**hardware.facts(device), "threads": int(threads())}
 
 
+def speed(config, vocab_size):
+    """Tokens/s to expect, a guess, for estimates of what a sweep takes."""
+    device = hardware.pick_device(config.device)
+    ceiling = hardware.matmul_ceiling(device, hardware.pick_dtype(config.dtype, device))
+    return GUESS * ceiling / plan.flops_per_token(config, vocab_size)
+
+
 # -- what earlier sweeps found
 
 def read_json(path):
@@ -106,17 +113,6 @@ def found_micro_batch(config, rest, settings):
     return saved["result"]["take"], f"from {path}"
 
 
-def speed(config, device, dtype, vocab_size):
-    """(tokens/s to expect, where that is known from), for estimates of longer sweeps."""
-    saved = read_json(os.path.join(config.out_dir, "sweep", "throughput", NAME))
-    known = [r["tok_per_sec"] for r in (saved or {}).get("rows", []) if r["status"] == "ok"]
-    if known and all(saved["settings"].get(k) == v for k, v in settings_of(config, device, vocab_size).items()
-                     if k not in ("grad_stats", "gns", "gns_calibrate")):
-        return max(known), "as sweep.py throughput measured"
-    ceiling = hardware.matmul_ceiling(device, dtype)
-    return GUESS * ceiling / plan.flops_per_token(config, vocab_size), f"at {GUESS:.0%} of the matrix-product ceiling, a guess"
-
-
 # -- words
 
 def short(value):
@@ -127,12 +123,11 @@ def short(value):
 
 
 def noise_columns(keys):
-    """(heads, line below the table) for a table with a noise scale in its rows: one column for each kind, named by its log key,
-    since two kinds are not to be held against each other."""
+    """(heads, lines below the table) for a table with a noise scale in its rows: one column for each kind, named by its log
+    key, since two kinds are not to be held against each other."""
     kinds = list(dict.fromkeys(key for key in keys if key))
     heads = {key: f"noise scale: {key}" for key in kinds} or {None: "noise scale"}
-    about = [f"{key} is {predict.NOISE[key]}, in sequences." for key in kinds]
-    return heads, about
+    return heads, [f"{key} is {predict.NOISE[key]}, in sequences." for key in kinds]
 
 
 def size(number):
@@ -147,7 +142,9 @@ def what_next(take, script, args, *more, without=()):
     return [*(["In the config:", *(f"    {k} = {v!r}" for k, v in take.items())] if take else []), "Next:", "    " + line]
 
 
-def where(folder):
-    """(path of the picture, the line that says where everything is)."""
+def finish(folder, result, table, draw):
+    """The end of a sweep: its picture, and on the screen table, verdict, where everything is and what to type next."""
     picture = os.path.join(folder, "sweep.png")
-    return picture, f"Picture: {picture}    Numbers: {os.path.join(folder, NAME)}"
+    draw(picture)
+    print("\n" + table, *result["says"], f"Picture: {picture}    Numbers: {os.path.join(folder, NAME)}", "", *result["next"],
+          sep="\n")

@@ -37,16 +37,16 @@ def arguments(parser):
 
 def runs(args):
     base, wanted, swept = grid(args.config, args.rest)
-    batches.Dataset(base.dataset, base.block_size)  # fails here rather than in every run
+    vocab_size = batches.Dataset(base.dataset, base.block_size).vocab_size  # fails here rather than in every run
     folder = os.path.join(base.out_dir, "sweep", "runs")
     group = jobs.Group(wanted, folder, common.number(args, "jobs", 1, int), not args.in_process)
     if args.dry_run:
-        print(dry_run(group, base, swept))
+        print(dry_run(group, common.speed(base, vocab_size)))
         return 0
 
     def write():
-        missing = group.missing()
-        finished = {name: c for name, c in group.wanted.items() if name not in missing}
+        left = group.left()
+        finished = {name: c for name, c in group.wanted.items() if name not in left}
         result = result_of(finished, swept, base, args) if finished else None
         if result:
             files.write_json(os.path.join(folder, common.NAME), {
@@ -54,12 +54,10 @@ def runs(args):
                 "machine": common.machine(hardware.pick_device(base.device)), **result})
         return result
     group.do(after_each=write)
-    result = write()
-    if result:
-        picture, line = common.where(folder)
-        draw({name: group.wanted[name] for r in result["rows"] for name in r["runs"]}, result, swept, picture)
-        print("\n" + table(result, swept), *result["result"]["says"], *words_of(result["tradeoff"]), line, "",
-              *result["result"]["next"], sep="\n")
+    if result := write():
+        finished = {name: group.wanted[name] for r in result["rows"] for name in r["runs"]}
+        words = "\n".join([table(result, swept), *words_of(result["tradeoff"])])
+        common.finish(folder, result["result"], words, lambda path: draw(finished, result, swept, path))
     for name, why in group.failed.items():
         print(f"failed: {name}: {why}")
     if group.failed:
@@ -102,19 +100,13 @@ def settings_of(base, swept):
     return {k: common.as_json(v) for k, v in vars(base).items() if k not in free}
 
 
-def dry_run(group, base, swept):
-    device = hardware.pick_device(base.device)
-    vocab_size = batches.Dataset(base.dataset, base.block_size).vocab_size
-    rate, known = common.speed(base, device, hardware.pick_dtype(base.dtype, device), vocab_size)
-    missing = group.missing()
-    lines = [f"{len(group.wanted)} runs in {group.folder}, {len(missing)} to do:"]
-    left = 0
-    for name, config in group.wanted.items():
-        tokens = config.max_tokens - max(0, jobs.tokens_done(config.out_dir)) if name in missing else 0
-        left += tokens
-        lines.append(f"  {name}: {log.count(tokens) + ' tokens' if name in missing else 'done'}, learning rate "
-                     f"{rate_at_end(config):.3g} at batch {config.batch_size}")
-    return "\n".join([*lines, f"about {log.duration(left / rate)} for {log.count(left)} tokens, {known}; --jobs=N shares the "
+def dry_run(group, rate):
+    left = group.left()
+    lines = [f"{len(group.wanted)} runs in {group.folder}, {len(left)} to do:"]
+    lines += [f"  {name}: {log.count(left[name]) + ' tokens' if name in left else 'done'}, learning rate "
+              f"{rate_at_end(config):.3g} at batch {config.batch_size}" for name, config in group.wanted.items()]
+    total = sum(left.values())
+    return "\n".join([*lines, f"about {log.duration(total / rate)} for {log.count(total)} tokens, a guess; --jobs=N shares the "
                               "cores, which helps little where one run keeps them busy"])
 
 
@@ -235,75 +227,10 @@ def table(result, swept):
 
 
 def draw(finished, result, swept, path):
-    """Loss over tokens, steps and seconds, one colour for each row; final loss against the batch, or the first key swept; where
-    the batch was swept, tokens against steps."""
-    found = result["tradeoff"] if (result["tradeoff"] or {}).get("points") else None
-    figure = style.pyplot().figure(figsize=(16 if found else 11, 8.2), layout="constrained")
-    axes = figure.subplot_mosaic([["tokens", "steps", "seconds"], ["ends", "tradeoff", "tradeoff"]] if found else
-                                 [["tokens", "steps"], ["seconds", "ends"]])
-    draw_curves([axes[measure] for measure in curves.MEASURES], finished, result["rows"], swept)
-    draw_ends(axes["ends"], [row for row in result["rows"] if row["val_loss"]], [k for k in swept if k != "seed"])
-    if found:
-        draw_tradeoff(axes["tradeoff"], found)
-    style.save(figure, path)
-
-
-def draw_tradeoff(ax, found):
-    highest = {}
-    for steps, examples in found["points"]:
-        tokens, batch = examples * found["block"], round(examples / steps)
-        ax.plot(steps, tokens, "o", color=style.COLORS[0])
-        highest[batch] = max(highest.get(batch, (0, 0)), (steps, tokens))
-    for batch, at in highest.items():
-        ax.annotate(f"batch {batch}", at, xytext=(8, 6), textcoords="offset points")
-    compare.draw_tradeoff(ax, found)
-    ax.set_title(f"What a loss of {found['loss']:.3f} takes, by batch")
-    ax.set_xlabel("optimizer steps")
-    ax.set_ylabel("tokens")
-
-
-def draw_curves(axes, finished, rows, swept):
-    logs = {name: log.read(config.out_dir) for name, config in finished.items()}
-    source = loss_source(logs.values())
-    shades = style.pyplot().get_cmap("viridis")
-    tops, lows = [], []
-    for i, row in enumerate(rows):
-        color = style.COLORS[i] if len(rows) <= len(style.COLORS) else shades(0.95 * i / len(rows))
-        for j, name in enumerate(row["runs"]):
-            curve = curves.curve(logs[name], source)
-            tops.append(curve["loss"][max(1, len(curve["loss"]) // 10):].max(initial=0))
-            lows.append(curve["loss"].min())
-            for ax, measure in zip(axes, curves.MEASURES):
-                style.line(ax, curve[measure], curve["loss"], color=color, lw=1.4, alpha=0.85,
-                           label=None if j else label(row, swept))
-    what, room = "Validation loss" if source == "val" else "Training loss, smoothed", 0.05 * (max(tops) - min(lows))
-    for ax, measure in zip(axes, curves.MEASURES):
-        ax.set_title(f"{what} over {measure}")
-        ax.set_xlabel(measure)
-        ax.set_ylim(min(lows) - room, max(tops) + room)
-        style.counts(ax.xaxis)
-    axes[0].legend(fontsize=9)
-
-
-def draw_ends(ax, rows, keys):
-    x = "batch_size" if "batch_size" in keys or not keys else keys[0]
-    others, lines = [k for k in keys if k != x], {}
-    for row in rows:
-        lines.setdefault(tuple(row[k] for k in others), []).append(row)
-    for color, (key, members) in zip(style.COLORS * 9, lines.items()):
-        mean, low, high = (np.array([r["val_loss"][part] for r in members]) for part in ("mean", "low", "high"))
-        where = [r[x] if is_number(r[x]) else str(r[x]) for r in members]
-        ax.errorbar(where, mean, [mean - low, high - mean], fmt="o-", capsize=3, color=color,
-                    label=", ".join(f"{k} {common.short(v)}" for k, v in zip(others, key)) or None)
-    values = sorted({row[x] for row in rows if is_number(row[x])})
-    if len(values) == len({row[x] for row in rows}) and values and values[0] > 0:
-        style.doublings(ax, values)
-        ax.xaxis.set_minor_locator(style.pyplot().NullLocator())
-    ax.set_title("Validation loss at the end (range of seeds)")
-    ax.set_xlabel({"batch_size": "batch size (sequences)"}.get(x, x))
-    if others:
-        ax.legend(fontsize=9)
-
-
-def is_number(value):
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """The picture of plot.py --compare: each row of the table with a finite loss is a group of runs over seeds."""
+    loaded = {label(row, swept): [log.read(finished[name].out_dir) for name in row["runs"]] for row in result["rows"]
+              if row["val_loss"]}
+    if not loaded:
+        return
+    source = loss_source([rows for runs in loaded.values() for rows in runs])
+    compare.draw({**compare.comparison(loaded, source), "tradeoff": result["tradeoff"]}, loaded, path)

@@ -7,11 +7,10 @@ import dataclasses
 import functools
 import os
 import queue
-import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import torch
 
@@ -26,11 +25,6 @@ TRAIN = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 def arguments(parser):
     parser.add_argument("--jobs", default="1", help="runs at a time, each on its share of the cores, or on a GPU of its own")
     parser.add_argument("--in_process", action="store_true", help="for runs of seconds: no process for each")
-
-
-def read_config(run):
-    """The Config of a run folder."""
-    return configurator.read_run(run)
 
 
 def run_training(config, alone=True, start=subprocess.Popen, **changes):
@@ -68,30 +62,6 @@ def tokens_done(out_dir):
     return checkpoint.load(out_dir, mmap=True)["state"]["tokens"] if checkpoint.saved_in(out_dir) else -1
 
 
-class Devices:
-    """Where runs at the same time go: one per GPU, each to the next that is free. On a CPU they share the cores."""
-
-    def __init__(self, at_once, runs, device="auto"):
-        if at_once < 1:
-            raise ConfigError(f"--jobs={at_once}: at least one run at a time")
-        at_once = min(at_once, max(1, runs))
-        ids = visible_gpus() if device in ("auto", "cuda") else []
-        self.at_once, self.free = min(at_once, len(ids) or at_once), queue.SimpleQueue()
-        for name in ids or [None] * at_once:
-            self.free.put(name)
-        if at_once > self.at_once:
-            print(f"--jobs={at_once}: {self.at_once} at a time, one per GPU", flush=True)
-
-    @contextlib.contextmanager
-    def one(self):
-        """What a run's environment needs for its device."""
-        name = self.free.get()
-        try:
-            yield {} if name is None else {"CUDA_VISIBLE_DEVICES": name}
-        finally:
-            self.free.put(name)
-
-
 def visible_gpus():
     """Their names for CUDA_VISIBLE_DEVICES."""
     n = torch.cuda.device_count()
@@ -99,82 +69,81 @@ def visible_gpus():
     return (named or [str(i) for i in range(n)])[:n]
 
 
-def run_all(jobs, at_once):
-    """Call all functions, `at_once` of them at a time; the first error ends it."""
-    if at_once == 1:
-        return [job() for job in jobs]
-    with ThreadPoolExecutor(at_once) as pool:
-        for done in [pool.submit(job) for job in jobs]:
-            done.result()
-
-
 class Group:
     """Several runs {name: Config}, one folder each under `folder`: finished ones are not run again, broken ones go on."""
 
     def __init__(self, wanted, folder, at_once=1, alone=True, env=None):
-        device = next((config.device for config in wanted.values()), "auto")
-        self.devices = Devices(at_once, len(wanted), device if alone else "cpu")
-        at_once = self.devices.at_once
-        self.folder, self.at_once, self.alone = folder, at_once, alone
+        if at_once < 1:
+            raise ConfigError(f"--jobs={at_once}: at least one run at a time")
+        # one run per GPU, each on the next that is free; on a CPU they share the cores
+        gpus = visible_gpus() if alone and all(c.device in ("auto", "cuda") for c in wanted.values()) else []
+        self.at_once = min(at_once, max(1, len(wanted)), len(gpus) or at_once)
+        self.free = queue.SimpleQueue()
+        for gpu in gpus or [None] * self.at_once:
+            self.free.put(gpu)
+        self.folder, self.alone = folder, alone
         self.wanted = {name: dataclasses.replace(c, out_dir=os.path.join(folder, name)) for name, c in wanted.items()}
         self.failed, self.children, self.lock = {}, set(), None
         self.env = {**os.environ, **(env or {})}
-        if at_once > 1:
-            self.env.setdefault("OMP_NUM_THREADS", str(max(1, cores.usable_cores() // at_once)))
+        if self.at_once > 1:
+            self.env.setdefault("OMP_NUM_THREADS", str(max(1, cores.usable_cores() // self.at_once)))
 
-    def missing(self):
-        """Names of the runs that are not finished. A folder with a run of other settings is an error."""
-        names = []
+    def left(self):
+        """{name: tokens to go} of the runs that are not finished. A folder with a run of other settings is an error."""
+        left = {}
         for name, config in self.wanted.items():
             if checkpoint.saved_in(config.out_dir):
-                same_settings(config, read_config(config.out_dir))
-            if tokens_done(config.out_dir) < end_of(config):
-                names.append(name)
-        return names
+                same_settings(config, configurator.read_run(config.out_dir))
+            if (done := tokens_done(config.out_dir)) < config.end_tokens():
+                left[name] = config.end_tokens() - max(0, done)
+        return left
 
-    def do(self, after_each=lambda: None):
-        """Run what is missing. Interrupted, the runs save their checkpoints, and KeyboardInterrupt goes on to the caller."""
-        names = self.missing()
-        print(f"{len(self.wanted) - len(names)} of {len(self.wanted)} runs are done, {len(names)} to do, "
-              f"{self.at_once} at a time", flush=True)
-        before, started = self.tokens(), time.monotonic()
+    def do(self, after_each=lambda: None, before=lambda: None):
+        """Run what is missing, in a folder that is this process's alone. Interrupted, the runs save their checkpoints, and
+        KeyboardInterrupt goes on to the caller."""
         with files.only_writer(self.folder, ConfigError) as self.lock:
+            before()
+            names = list(self.left())
+            print(f"{len(self.wanted) - len(names)} of {len(self.wanted)} runs are done, {len(names)} to do, "
+                  f"{self.at_once} at a time", flush=True)
+            ended = functools.partial(self.report, self.tokens(), time.monotonic(), after_each)
             if not self.alone:
                 for name in names:
                     self.one(name)
-                    self.report(name, before, started)
-                    after_each()
+                    ended(name)
                 return
             pool = ThreadPoolExecutor(self.at_once)
             try:
                 running = {pool.submit(self.one, name): name for name in names}
-                while running:
-                    done, _ = wait(running, timeout=5, return_when="FIRST_COMPLETED")
-                    for future in done:
-                        future.result()
-                        self.report(running.pop(future), before, started)
-                        after_each()
-                    if running and sys.stdout.isatty():
-                        print(f"\r\033[K{self.state(before, started)}", end="", flush=True)
+                for future in as_completed(running):
+                    future.result()
+                    ended(running[future])
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for child in list(self.children):
-                    child.send_signal(signal.SIGTERM)  # train.py saves and leaves
+                    child.terminate()  # train.py saves and leaves
                 raise
             finally:
                 pool.shutdown(wait=True)
 
+    def do_all(self, **how):
+        """The same; a run that fails is an error."""
+        self.do(**how)
+        if self.failed:
+            raise ConfigError(f"{len(self.failed)} of {len(self.wanted)} runs failed, {next(iter(self.failed.values()))}")
+
     def one(self, name):
-        config = self.wanted[name]
+        config, gpu = self.wanted[name], self.free.get()
+        start = functools.partial(self.start, env=self.env if gpu is None else {**self.env, "CUDA_VISIBLE_DEVICES": gpu})
         try:
-            with self.devices.one() as env:
-                start = functools.partial(self.start, env={**self.env, **env})
-                run_training(config, self.alone, start, resume="auto", wandb_log=config.wandb_log)
+            run_training(config, self.alone, start, resume="auto", wandb_log=config.wandb_log)
             self.failed.pop(name, None)
         except ConfigError as e:
             self.failed[name] = str(e)
         except SystemExit:  # in this process, a ConfigError has been said already
             self.failed[name] = "see above"
+        finally:
+            self.free.put(gpu)
 
     def start(self, command, **options):
         # the lock goes to the child: if this process is killed, nobody starts the same run a second time while it goes on
@@ -183,29 +152,20 @@ class Group:
         return child
 
     def tokens(self):
-        """Tokens of all runs so far, from their logs: {name: tokens}."""
-        return {name: newest(config.out_dir).get("tokens", 0) for name, config in self.wanted.items()}
+        """Tokens of all runs so far, from their logs."""
+        return sum(newest(config.out_dir).get("tokens", 0) for config in self.wanted.values())
 
-    def state(self, before, started):
-        """How far the sweep is, in words."""
-        now, all_tokens = self.tokens(), sum(end_of(c) for c in self.wanted.values())
-        fresh = sum(now.values()) - sum(before.values())
-        left = max(0, all_tokens - sum(now.values()))
-        done = sum(now[name] >= end_of(config) for name, config in self.wanted.items())
-        rate = fresh / (time.monotonic() - started)
-        return (f"{done} of {len(self.wanted)} done, {min(1, sum(now.values()) / all_tokens):.0%} of the tokens"
-                + (f", {log.duration(left / rate)} left" if rate else ""))
-
-    def report(self, name, before, started):
-        bad = self.failed.get(name)
+    def report(self, before, started, after_each, name):
+        """One line about a run that has ended, and how far the sweep is."""
+        now, whole = self.tokens(), sum(c.end_tokens() for c in self.wanted.values())
         last = newest(self.wanted[name].out_dir, "val/loss")
-        said = f"failed: {bad}" if bad else f"validation loss {last['val/loss']:.4f}" if last else "done"
-        print(("\r\033[K" if sys.stdout.isatty() else "") + f"{name}: {said} | {self.state(before, started)}", flush=True)
-
-
-def end_of(config):
-    """Tokens at which a run is finished."""
-    return min(config.stop_tokens or config.max_tokens, config.max_tokens)
+        said = f"failed: {self.failed[name]}" if name in self.failed else (
+            f"validation loss {last['val/loss']:.4f}" if last else "done")
+        done = sum(newest(c.out_dir).get("tokens", 0) >= c.end_tokens() for c in self.wanted.values())
+        rate = (now - before) / (time.monotonic() - started)
+        left = f", {log.duration(max(0, whole - now) / rate)} left" if rate else ""
+        print(f"{name}: {said} | {done} of {len(self.wanted)} done, {min(1, now / whole):.0%} of the tokens{left}", flush=True)
+        after_each()
 
 
 def newest(out_dir, key="tokens"):
@@ -216,8 +176,8 @@ def newest(out_dir, key="tokens"):
         return {}
 
 
-def same_settings(config, old, free=None):
-    free = configurator.free_keys() if free is None else free
+def same_settings(config, old):
+    free = configurator.free_keys()
     differ = [k for k, v in vars(config).items() if k not in free and getattr(old, k) != v]
     if differ:
         listed = ", ".join(f"{k} is {getattr(config, k)!r}, there it is {getattr(old, k)!r}" for k in differ)

@@ -25,8 +25,8 @@ import schedule
 from configurator import ConfigError
 from plots import style
 from sweeps import common, trial
-from system import files
-from trainer import batches, hardware, log, plan
+from system import files, memory
+from trainer import batches, hardware, log
 
 OPTIONS = {"none": "", "block": ", checkpointed"}
 GROWTH = 0.02  # share of the peak that memory may differ by between accumulations: the allocator is not exact
@@ -68,89 +68,67 @@ def parse_bytes(text):
     return found
 
 
-def free_memory():
-    """Bytes that this machine could give to a new process; None where that is not known."""
-    try:
-        with open("/proc/meminfo") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return None
-
-
-class Rows:
-    """The rows of a sweep of trials, in <folder>/sweep.json, written after every row."""
-
-    def __init__(self, folder, command, settings, machine, retry=False):
-        self.path = os.path.join(folder, common.NAME)
-        self.saved = {"command": command, "settings": settings, "machine": machine, "rows": []}
-        old = common.read_json(self.path)
-        if old:
-            differ = [k for k in settings if common.as_json(settings[k]) != common.as_json(old["settings"].get(k))]
-            if differ:
-                listed = ", ".join(f"{k} is {settings[k]!r}, there it is {old['settings'].get(k)!r}" for k in differ)
-                raise ConfigError(f"{self.path} is of other settings: {listed}; give another --out_dir, or remove it")
-            self.saved["rows"] = [r for r in old["rows"] if r["status"] == "ok" or not retry]
-
-    def find(self, what):
-        """The row of a trial {key: value}, or None."""
-        return next((row for row in self.saved["rows"] if all(row[k] == v for k, v in what.items())), None)
-
-    def add(self, row):
-        self.saved["rows"].append(row)
-        self.write()
-        return row
-
-    def write(self, **more):
-        self.saved |= more
-        files.write_json(self.path, self.saved)
-
-
 class Trials:
-    """Trials of one command: from sweep.json, or run now and added to it."""
+    """Trials of one command: from its sweep.json, or run now and added to it. `rows` holds all of them."""
 
     def __init__(self, args, name, speed, warmup=None):
         """speed: the key of a row that the command goes by, and shows."""
         self.args, self.speed, self.warmup = args, speed, warmup
         self.config = common.parse(args)
         self.device = hardware.pick_device(self.config.device)
-        self.dtype = hardware.pick_dtype(self.config.dtype, self.device)
         self.vocab_size = batches.Dataset(self.config.dataset, self.config.block_size).vocab_size  # fails early, and here
         self.timeout, self.seconds = common.number(args, "timeout", 1), common.number(args, "seconds")
         self.within = common.number(args, "within")
         asked = parse_bytes(args.memory_limit) if args.memory_limit else None
-        self.limit = asked or (int(0.8 * free_memory()) if self.device == "cpu" and free_memory() else None)
+        self.limit = asked or (int(0.8 * memory.available()) if self.device == "cpu" and memory.available() else None)
         self.folder = os.path.join(self.config.out_dir, "sweep", name)
-        self.settings = {**common.settings_of(self.config, self.device, self.vocab_size), "memory_limit": asked}
+        self.path = os.path.join(self.folder, common.NAME)
         if not args.dry_run:
             args.held.enter_context(files.only_writer(self.folder, ConfigError))
-        self.rows = Rows(self.folder, args.asked, self.settings, common.machine(self.device), args.retry)
+        self.settings = {**common.settings_of(self.config, self.device, self.vocab_size), "memory_limit": asked}
+        self.rows = earlier_rows(self.path, self.settings, args.retry)
 
     def __call__(self, micro, accum=1, checkpointing="none", compile=False):
         what = {"micro_batch_size": micro, "accum": accum, "activation_checkpointing": checkpointing, "compile": compile}
-        row = self.rows.find(what)
-        if row:
-            return row
-        os.makedirs(self.folder, exist_ok=True)
+        known = next((row for row in self.rows if all(row[k] == v for k, v in what.items())), None)
+        if known:
+            return known
         config = dataclasses.replace(self.config, micro_batch_size=micro, batch_size=micro * accum, compile=str(compile),
                                      batch_schedule="constant", activation_checkpointing=checkpointing)
         start = time.monotonic()
         found = trial.run({"config": vars(config), "accum": accum, "warmup_accum": self.warmup or accum,
                            "seconds": self.seconds, "timeout": self.timeout, "memory_limit": self.limit})
-        row = self.rows.add({**what, **found, "seconds": round(time.monotonic() - start, 1)})
-        print("  " + in_words(row, self.speed), flush=True)
-        return row
+        self.rows.append({**what, **found, "seconds": round(time.monotonic() - start, 1)})
+        self.write()
+        print("  " + in_words(self.rows[-1], self.speed), flush=True)
+        return self.rows[-1]
+
+    def write(self, **more):
+        os.makedirs(self.folder, exist_ok=True)
+        files.write_json(self.path, {"command": self.args.asked, "settings": self.settings,
+                                     "machine": common.machine(self.device), "rows": self.rows, **more})
 
     def estimate(self, sequences, trials):
-        """Seconds that trials of so many sequences, all steps together, might take."""
-        ceiling = hardware.matmul_ceiling(self.device, self.dtype)
-        flops = plan.flops_per_token(self.config, self.vocab_size) * self.config.block_size * sequences
-        return trials * (START_UP + self.seconds) + flops / (common.GUESS * ceiling)
+        """What trials of so many sequences, all steps together, might take."""
+        tokens = self.config.block_size * sequences
+        return log.duration(trials * (START_UP + self.seconds) + tokens / common.speed(self.config, self.vocab_size))
 
-    def finish(self, result, picture):
-        self.rows.write(result=result)
-        path, line = common.where(self.folder)
-        picture(self.rows.saved["rows"], result, path)
-        return line
+    def finish(self, result, table, draw):
+        self.write(result=result)
+        common.finish(self.folder, result, table, draw)
+        return 0 if result["take"] else 1
+
+
+def earlier_rows(path, settings, retry=False):
+    """The rows of a sweep that was made before with these settings; with `retry` only those that worked."""
+    old = common.read_json(path)
+    if not old:
+        return []
+    differ = [k for k in settings if common.as_json(settings[k]) != common.as_json(old["settings"].get(k))]
+    if differ:
+        listed = ", ".join(f"{k} is {settings[k]!r}, there it is {old['settings'].get(k)!r}" for k in differ)
+        raise ConfigError(f"{path} is of other settings: {listed}; give another --out_dir, or remove it")
+    return [r for r in old["rows"] if r["status"] == "ok" or not retry]
 
 
 def name_of(row):
@@ -165,36 +143,55 @@ def in_words(row, speed):
             f"{common.size(row['peak'])}")
 
 
+def worked(rows):
+    return [r for r in rows if r["status"] == "ok"]
+
+
+def table(rows, columns):
+    """Text of trials; columns {head: cell of a row that worked}, of which the first and those in WHAT every row has."""
+    cells = [(*columns, "")]
+    for r in rows:
+        ok = r["status"] == "ok"
+        cells.append((*(show(r) if ok or head in WHAT else "-" for head, show in columns.items()),
+                      "" if ok else r["status"]))
+    return style.table(cells) + "\n"
+
+
+WHAT = {"micro-batch": lambda r: str(r["micro_batch_size"]), "checkpointing": lambda r: r["activation_checkpointing"],
+        "compile": lambda r: "on" if r["compile"] else "off",
+        "batch": lambda r: str(r["micro_batch_size"] * r["accum"]), "micro-batches": lambda r: str(r["accum"])}
+PEAK = {"peak": lambda r: common.size(r["peak"]), "allocated": lambda r: common.size(r["peak_allocated"])}
+
+
 # -- memory
 
-def memory(args):
+def memory_sweep(args):
     trials = Trials(args, "memory", "tok_per_sec_micro", warmup=2)
     largest = common.number(args, "max_micro_batch", 1, int)
     exactly = common.integers(args, "micro_batches") if args.micro_batches else None
     if args.dry_run:
         sizes = exactly or [m for m in (2**i for i in range(20)) if m <= largest]
-        seconds = trials.estimate(sum(sizes) * 2 * (OTHER_STEPS + trial.MIN_STEPS), 2 * len(sizes) + 1)
+        takes = trials.estimate(sum(sizes) * 2 * (OTHER_STEPS + trial.MIN_STEPS), 2 * len(sizes) + 1)
         until = "" if exactly else " until one does not fit, and between"
         print(f"would try micro-batches {', '.join(map(str, sizes))}{until}, "
               f"without and with activation checkpointing, and torch.compile once; limit {common.size(trials.limit)}\n"
-              f"{len(trials.rows.saved['rows'])} are done; at most about {log.duration(seconds)} if all fit, "
-              f"{args.timeout} s each at most")
+              f"{len(trials.rows)} are done; at most about {takes} if all fit, {args.timeout} s each at most")
         return 0
-    print(f"limit {common.size(trials.limit)}; rows are kept in {trials.rows.path}", flush=True)
+    print(f"limit {common.size(trials.limit)}; rows are kept in {trials.path}", flush=True)
     given = any(a.startswith("--activation_checkpointing=") for a in args.rest)
     for checkpointing in [trials.config.activation_checkpointing] if given else ["none", "block"]:
         search(lambda m: trials(m, checkpointing=checkpointing), largest, exactly)
-    best = fastest(trials.rows.saved["rows"])
+    best = fastest(trials.rows)
     if best and trials.config.compile != "False":
-        once = trials(best["micro_batch_size"], checkpointing=best["activation_checkpointing"], compile=True)
+        def compiled(m):
+            return trials(m, checkpointing=best["activation_checkpointing"], compile=True)
+        once = compiled(best["micro_batch_size"])
         if once["status"] != "ok" and best["micro_batch_size"] > 1:  # the fastest may be the largest; compiling takes memory
-            once = trials(best["micro_batch_size"] // 2, checkpointing=best["activation_checkpointing"], compile=True)
+            once = compiled(best["micro_batch_size"] // 2)
         if once["status"] == "ok" and once["tok_per_sec_micro"] > best["tok_per_sec_micro"] * (1 + trials.within):
-            search(lambda m: trials(m, checkpointing=best["activation_checkpointing"], compile=True), largest, exactly)
-    result = memory_result(trials.rows.saved["rows"], trials.within, args)
-    where = trials.finish(result, draw_memory)
-    print(memory_table(trials.rows.saved["rows"], result), *result["says"], where, "", *result["next"], sep="\n")
-    return 0 if result["take"] else 1
+            search(compiled, largest, exactly)
+    result = memory_result(trials.rows, trials.within, args)
+    return trials.finish(result, memory_table(trials.rows), lambda path: draw_memory(trials.rows, result, path))
 
 
 def search(measure, largest, exactly=None):
@@ -225,16 +222,7 @@ def search(measure, largest, exactly=None):
 
 
 def fastest(rows):
-    return max((r for r in rows if r["status"] == "ok"), key=lambda r: r["tok_per_sec_micro"], default=None)
-
-
-def frontier(rows):
-    """Rows that no other beats in both speed and memory, by memory."""
-    found = []
-    for row in sorted((r for r in rows if r["status"] == "ok"), key=lambda r: (r["peak"], -r["tok_per_sec_micro"])):
-        if not found or row["tok_per_sec_micro"] > found[-1]["tok_per_sec_micro"]:
-            found.append(row)
-    return found
+    return max(worked(rows), key=lambda r: r["tok_per_sec_micro"], default=None)
 
 
 def memory_result(rows, within, args):
@@ -242,19 +230,16 @@ def memory_result(rows, within, args):
     if not best:
         return {"take": None, "says": ["Nothing fits: take a smaller model or block_size, or a larger --memory_limit."],
                 "next": []}
-    good = [r for r in rows if r["status"] == "ok" and r["tok_per_sec_micro"] >= (1 - within) * best["tok_per_sec_micro"]]
+    good = [r for r in worked(rows) if r["tok_per_sec_micro"] >= (1 - within) * best["tok_per_sec_micro"]]
     take = min(good, key=lambda r: (r["micro_batch_size"], r["activation_checkpointing"] != "none", r["compile"]))
-    fits = {option: [r["micro_batch_size"] for r in rows if r["activation_checkpointing"] == option and r["status"] == "ok"]
-            for option in OPTIONS}
-    largest = {option: max(sizes) for option, sizes in fits.items() if sizes}
-    keys = {**what_of(take), "compile": str(take["compile"])}
-    return {"take": keys, "largest": largest, "within": within, "frontier": [what_of(r) for r in frontier(rows)],
-            "says": memory_verdict(rows, largest, best, take, within),
+    largest = {}
+    for r in worked(rows):
+        option = r["activation_checkpointing"]
+        largest[option] = max(largest.get(option, 0), r["micro_batch_size"])
+    keys = {"micro_batch_size": take["micro_batch_size"], "activation_checkpointing": take["activation_checkpointing"],
+            "compile": str(take["compile"])}
+    return {"take": keys, "largest": largest, "within": within, "says": memory_verdict(rows, largest, best, take, within),
             "next": common.what_next(keys, "sweep.py throughput", args)}
-
-
-def what_of(row):
-    return {k: row[k] for k in ("micro_batch_size", "activation_checkpointing", "compile")}
 
 
 def memory_verdict(rows, largest, best, take, within):
@@ -268,59 +253,35 @@ def memory_verdict(rows, largest, best, take, within):
                 f"{log.count(best['tok_per_sec_micro'])} tok/s ({name_of(best)}), in {common.size(take['peak'])}. A larger one "
                 "would only coarsen the steps in which the batch moves.")
     compiled, eager = (fastest([r for r in rows if r["compile"] is on]) for on in (True, False))
-    failed = next((r for r in rows if r["compile"] and r["status"] != "ok"), None)
     if compiled and eager:
-        share = compiled["tok_per_sec_micro"] / eager["tok_per_sec_micro"]
-        says.append(f"torch.compile at its best (micro-batch {compiled['micro_batch_size']}): {share:.2f} times the best speed "
-                    "without.")
-    elif failed and not compiled:
-        says.append(f"torch.compile: {failed['status']} ({failed['why']}).")
+        says.append(f"torch.compile at its best (micro-batch {compiled['micro_batch_size']}): "
+                    f"{compiled['tok_per_sec_micro'] / eager['tok_per_sec_micro']:.2f} times the best speed without.")
     return says
 
 
-def memory_table(rows, result):
-    marked = result.get("frontier", [])
-    cells = [("micro-batch", "checkpointing", "compile", "peak", "allocated", "ms a micro-step", "tok/s", "of ceiling", "")]
-    for r in sorted(rows, key=lambda r: (r["compile"], r["activation_checkpointing"] != "none", r["micro_batch_size"])):
-        what = (str(r["micro_batch_size"]), r["activation_checkpointing"], "on" if r["compile"] else "off")
-        if r["status"] != "ok":
-            cells.append((*what, "-", "-", "-", "-", "-", r["status"]))
-            continue
-        cells.append((*what, common.size(r["peak"]), common.size(r["peak_allocated"]), f"{r['micro_step_ms']:.1f}",
-                      log.count(r["tok_per_sec_micro"]), f"{r['ceiling']:.0%}", "frontier" if what_of(r) in marked else ""))
-    return style.table(cells) + "\n"
+def memory_table(rows):
+    rows = sorted(rows, key=lambda r: (r["compile"], r["activation_checkpointing"] != "none", r["micro_batch_size"]))
+    return table(rows, {**{head: WHAT[head] for head in ("micro-batch", "checkpointing", "compile")}, **PEAK,
+                        "ms a micro-step": lambda r: f"{r['micro_step_ms']:.1f}",
+                        "tok/s": lambda r: log.count(r["tok_per_sec_micro"]), "of ceiling": lambda r: f"{r['ceiling']:.0%}"})
 
 
 def draw_memory(rows, result, path):
-    figure, (left, right) = style.pyplot().subplots(1, 2, figsize=(11, 4.6), layout="constrained")
+    figure, (left, right) = style.panels(2, 11, 4.6)
     groups = {}
-    for r in sorted(rows, key=lambda r: r["micro_batch_size"]):
+    for r in sorted(rows, key=lambda r: (r["compile"], r["activation_checkpointing"] != "none", r["micro_batch_size"])):
         groups.setdefault((r["compile"], r["activation_checkpointing"]), []).append(r)
-    base = min((r["before"] for r in rows if r.get("before")), default=None)
-    order = sorted(groups, key=lambda g: (g[0], g[1] != "none"))
-    for color, (compiled, option), own in zip(style.COLORS, order, (groups[g] for g in order)):
+    for color, ((compiled, option), own) in zip(style.COLORS, groups.items()):
         name = ("no checkpointing" if option == "none" else "every block checkpointed") + (", compiled" if compiled else "")
-        ok = [r for r in own if r["status"] == "ok"]
-        micro = [r["micro_batch_size"] for r in ok]
-        left.plot(micro, [r["peak"] / 1e9 for r in ok], "o-", color=color, ms=5, label=name)
-        right.plot(micro, [r["tok_per_sec_micro"] for r in ok], "o-", color=color, ms=5, label=name)
-        for r in own:
-            if r["status"] != "ok":
-                left.axvline(r["micro_batch_size"], color=color, ls=":", lw=1)
-                left.annotate(r["status"], (r["micro_batch_size"], 0.03), rotation=90, fontsize=9, color=color, ha="right",
-                              xycoords=left.get_xaxis_transform())
-    if base:
-        left.axhline(base / 1e9, color="#888888", ls="--", lw=1, label="libraries, before there is a model")
+        micro = [r["micro_batch_size"] for r in worked(own)]
+        left.plot(micro, [r["peak"] / 1e9 for r in worked(own)], "o-", color=color, ms=5, label=name)
+        right.plot(micro, [r["tok_per_sec_micro"] for r in worked(own)], "o-", color=color, ms=5, label=name)
+        for r in (r for r in own if r["status"] != "ok"):
+            left.axvline(r["micro_batch_size"], color=color, ls=":", lw=1)
     if result["take"]:
         right.axvline(result["take"]["micro_batch_size"], color="#444444", ls="--", lw=1, label="taken")
-    left.set_title("Peak memory (GB)")
-    right.set_title("Tokens per second")
-    style.counts(right.yaxis)
-    for ax in (left, right):
-        style.doublings(ax)
-        ax.set_ylim(bottom=0)
-        ax.set_xlabel("micro-batch (sequences)")
-        ax.legend()
+    style.dress(left, "Peak memory (GB; dotted: did not work)", "micro-batch (sequences)", "doublings", "zero")
+    style.dress(right, "Tokens per second", "micro-batch (sequences)", "doublings", "zero")
     style.save(figure, path)
 
 
@@ -332,18 +293,16 @@ def throughput(args):
     micro, accumulations = keys["micro_batch_size"], common.integers(args, "accumulations")
     print(f"micro-batch {micro}, {source}", flush=True)
     if args.dry_run:
-        seconds = trials.estimate(micro * sum(accumulations) * (OTHER_STEPS + trial.MIN_STEPS), len(accumulations))
-        print(f"would try effective batches {', '.join(str(micro * a) for a in accumulations)}; about {log.duration(seconds)}")
+        takes = trials.estimate(micro * sum(accumulations) * (OTHER_STEPS + trial.MIN_STEPS), len(accumulations))
+        print(f"would try effective batches {', '.join(str(micro * a) for a in accumulations)}; about {takes}")
         return 0
     rows = [trials(micro, a, keys["activation_checkpointing"], keys["compile"] == "True") for a in accumulations]
     result = throughput_result(rows, keys, trials.within, args)
-    where = trials.finish(result, lambda _, *rest: draw_throughput(rows, *rest))
-    print(throughput_table(rows), *result["says"], where, "", *result["next"], sep="\n")
-    return 0 if result["take"] else 1
+    return trials.finish(result, throughput_table(rows), lambda path: draw_throughput(worked(rows), path))
 
 
 def throughput_result(rows, keys, within, args):
-    ok = [r for r in rows if r["status"] == "ok"]
+    ok = worked(rows)
     if not ok:
         return {"take": None, "says": [f"No trial worked: {rows[0]['status']} ({rows[0]['why']})."], "next": []}
     best = max(r["tok_per_sec"] for r in ok)
@@ -353,62 +312,36 @@ def throughput_result(rows, keys, within, args):
             f"{log.count(best)} tok/s; the update is {take['update_share']:.1%} of that step, {ok[0]['update_share']:.1%} at "
             f"accumulation {ok[0]['accum']}."]
     grows = memory_grows(ok)
-    says.append(grows["says"])
-    return {"take": {**keys, "batch_size": batch}, "memory_grows": grows["grows"], "says": says,
+    return {"take": {**keys, "batch_size": batch}, "memory_grows": grows["grows"], "says": [*says, grows["says"]],
             "next": common.what_next(keys, "sweep.py quality", args)}
 
 
 def memory_grows(rows):
     """Whether peak memory grows with accumulation; the first step from one micro-batch to two may cost one gradient."""
-    if sum(bool(r["peak_allocated"]) for r in rows if r["accum"] > 1) >= 2:  # under a limit some may not be known
-        key, rows = "peak_allocated", [r for r in rows if r["peak_allocated"]]
-    else:
-        key = "peak"
+    key = "peak_allocated" if all(r["peak_allocated"] for r in rows) else "peak"  # under a limit some may not be known
     several = [r[key] for r in rows if r["accum"] > 1]
     if len(several) < 2:
         return {"grows": None, "says": "Memory: too few accumulations worked to tell whether it grows."}
     one = next((r for r in rows if r["accum"] == 1), None)
-    extra = max(several) - one[key] if one else 0
-    grows = max(several) > (1 + GROWTH) * min(several) or (one and extra > one["gradient_bytes"] + GROWTH * one[key])
-    words = (f"Memory {'of tensors ' if key == 'peak_allocated' else ''}does {'' if grows else 'not '}grow with accumulation: "
-             f"{common.size(min(several))} to {common.size(max(several))} with 2 micro-batches and more")
-    if one:
-        words += (f", {common.size(one[key])} with one; a second finds the first one's gradient "
-                  f"({common.size(one['gradient_bytes'])}) in memory")
-    process = [r["peak"] for r in rows]
-    if key == "peak_allocated" and not grows and max(process) > (1 + GROWTH) * min(process):
-        words += (f". The process itself went from {common.size(min(process))} to {common.size(max(process))}: pieces that the "
-                  "allocator keeps and cannot use, so leave it room")
-    return {"grows": bool(grows), "says": words + "."}
+    allowed = min([*several, *([one[key] + one["gradient_bytes"]] if one else [])])
+    grows = max(several) > (1 + GROWTH) * allowed
+    beside = f", {common.size(one[key])} with one, which has no gradient in its way" if one else ""
+    return {"grows": grows, "says": f"Memory {'of tensors ' if key == 'peak_allocated' else ''}does {'' if grows else 'not '}"
+            f"grow with accumulation: {common.size(min(several))} to {common.size(max(several))} with 2 micro-batches and more"
+            f"{beside}."}
 
 
 def throughput_table(rows):
-    cells = [("batch", "micro-batches", "ms a step", "tok/s", "update", "peak", "allocated", "")]
-    for r in rows:
-        what = (str(r["micro_batch_size"] * r["accum"]), str(r["accum"]))
-        if r["status"] != "ok":
-            cells.append((*what, "-", "-", "-", "-", "-", r["status"]))
-            continue
-        cells.append((*what, f"{r['micro_step_ms'] * r['accum'] + r['update_ms']:.0f}", log.count(r["tok_per_sec"]),
-                      f"{r['update_share']:.1%}", common.size(r["peak"]), common.size(r["peak_allocated"]), ""))
-    return style.table(cells) + "\n"
+    return table(rows, {"batch": WHAT["batch"], "micro-batches": WHAT["micro-batches"],
+                        "ms a step": lambda r: f"{r['micro_step_ms'] * r['accum'] + r['update_ms']:.0f}",
+                        "tok/s": lambda r: log.count(r["tok_per_sec"]), "update": lambda r: f"{r['update_share']:.1%}", **PEAK})
 
 
-def draw_throughput(rows, result, path):
-    figure, axes = style.pyplot().subplots(1, 3, figsize=(12, 4.2), layout="constrained")
-    ok = [r for r in rows if r["status"] == "ok"]
-    batch = [r["micro_batch_size"] * r["accum"] for r in ok]
-    parts = (("Tokens per second", [r["tok_per_sec"] for r in ok], log.count),
-             ("Update, share of the step", [r["update_share"] for r in ok], "{:.1%}".format),
-             ("Peak memory (GB)", [r["peak"] / 1e9 for r in ok], "{:.3g}".format))
-    for ax, color, (title, values, show) in zip(axes, style.COLORS, parts):
-        ax.plot(batch, values, "o-", color=color)
-        ax.set_title(title)
-        style.doublings(ax, batch)
-        ax.yaxis.set_major_formatter(lambda v, _, show=show: show(v))
-        ax.set_ylim(0, 1.15 * max(values, default=1))
-        ax.set_xlabel("effective batch (sequences)")
-    if ok and all(r["peak_allocated"] for r in ok):
-        axes[2].plot(batch, [r["peak_allocated"] / 1e9 for r in ok], "s--", color=style.COLORS[4], label="of tensors alone")
-        axes[2].legend()
+def draw_throughput(rows, path):
+    figure, axes = style.panels(3, 12, 4.2)
+    batch = [r["micro_batch_size"] * r["accum"] for r in rows]
+    for ax, key, title in zip(axes, ("tok_per_sec", "update_share", "peak"), (
+            "Tokens per second", "Update, share of the step", "Peak memory (bytes)")):
+        ax.plot(batch, [r[key] for r in rows], "o-")
+        style.dress(ax, title, "effective batch (sequences)", "doublings", "zero")
     style.save(figure, path)

@@ -62,14 +62,12 @@ def quality(args):
     print(f"micro-batch {micro}, {source}; {steps} steps at each of {', '.join(str(micro * a) for a in accumulations)} "
           f"sequences, learning rate {config.learning_rate:g}", flush=True)
     if args.dry_run:
-        rate, known = common.speed(config, device, hardware.pick_dtype(config.dtype, device), vocab_size)
-        tokens = sum(wanted[name].max_tokens for name in group.missing())
-        print(f"{len(group.missing())} of {len(wanted)} runs to do, {log.count(tokens)} tokens: about "
-              f"{log.duration(tokens / rate)} {known}")
+        left = group.left()
+        tokens = sum(left.values())
+        print(f"{len(left)} of {len(wanted)} runs to do, {log.count(tokens)} tokens: about "
+              f"{log.duration(tokens / common.speed(config, vocab_size))}, a guess")
         return 0
-    group.do()
-    if group.failed:
-        raise ConfigError(f"{len(group.failed)} of {len(wanted)} runs failed, {next(iter(group.failed.values()))}")
+    group.do_all()
     logs = [log.read(c.out_dir) for c in group.wanted.values()]
     rows = [average(own, micro, config.beta1) for own in logs]
     result = result_of(rows, gains([growth(second_half(own)) for own in logs], micro), config, steps, gain, args)
@@ -78,9 +76,7 @@ def quality(args):
     files.write_json(os.path.join(folder, common.NAME), {
         "command": args.asked, "settings": {**settings, "steps": steps}, "machine": common.machine(device), "rows": rows,
         "result": result})
-    picture, line = common.where(folder)
-    draw(rows, result, picture)
-    print("\n" + table(rows, result["gains"]), *result["says"], line, "", *result["next"], sep="\n")
+    common.finish(folder, result, table(rows, result["gains"]), lambda path: draw(rows, result, path))
     return 0
 
 
@@ -106,12 +102,7 @@ def average(rows, micro, beta1=0.9):
         values = [r[key] for r in late if r.get(key) is not None]
         row[key] = float(np.mean(values)) if values else None
         row[key + "_se"] = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
-    grown = growth(late)
-    row["norm_growth"] = {k * micro: float(sq.mean() ** 0.5) for k, sq in grown.items()}
-    for part in ("mean", "variance"):
-        row[f"{part}_growth"] = {k * micro: float(np.mean([r[f"grad/{part}_after_{k}" if k < accum else f"grad/{part}"]
-                                                           for r in late])) for k in grown}
-    row["gains"] = gains([grown], micro)
+    row["gains"] = gains([growth(late)], micro)
     for name, key in NOISE.items():
         found = noise_scale.read(steps[-1], key)
         row[name] = found and dict(zip(("value", "low", "high"), found))
@@ -200,60 +191,36 @@ def verdict(rows, pooled, meaningful, beyond, least):
 def table(rows, pooled):
     names = [name for name in NOISE if name == "noise_scale" or any(r[name] for r in rows)]
     heads, about = common.noise_columns(NOISE[name] for name in names)
-    cells = [("batch", "coherence", "with total (noise)", "|gradient|", "mean", "variance", "gain of doubling", "adam snr",
-              "|update|", "update ratio", *heads.values())]
+    cells = [("batch", "gain of doubling", *(key.replace("train/", "") for key in KEYS), *heads.values())]
     for r in rows:
         own = pooled.get(r["batch_size"])
-        noise = ("{value:.3g} [{low:.3g}, {high:.3g}]".format(**r[name]) if r[name] else "undetermined" for name in names)
         cells.append((
-            str(r["batch_size"]), "-" if r["grad/coherence"] is None else f"{r['grad/coherence']:.3f}",
-            "-" if r["grad/coherence_total"] is None else f"{r['grad/coherence_total']:.3f} ({r['coherence_total_noise']:.3f})",
-            f"{r['grad/norm']:.3g}", f"{r['grad/mean']:.1e}", f"{r['grad/variance']:.2e}",
-            "-" if own is None else f"{own['gain']:.0%} +- {own['se']:.0%}", f"{r['adam/snr']:.3f}", f"{r['update/norm']:.3g}",
-            f"{r['update/ratio']:.2e}", *noise))
+            str(r["batch_size"]), "-" if own is None else f"{own['gain']:.0%} +- {own['se']:.0%}",
+            *("-" if r[key] is None else f"{r[key]:.3g}" for key in KEYS),
+            *("{value:.3g} [{low:.3g}, {high:.3g}]".format(**r[name]) if r[name] else "undetermined" for name in names)))
     return "\n".join([style.table(cells), *about, ""])
 
 
 def draw(rows, result, path):
-    plt = style.pyplot()
-    figure, ((coherence, gain, snr), (norm, variance, update)) = plt.subplots(2, 3, figsize=(13, 7.6), layout="constrained")
-    batch = [r["batch_size"] for r in rows]
-
-    def line(ax, key, **style):
-        have = [(r["batch_size"], r[key], 2 * (r[key + "_se"] or 0)) for r in rows if r[key] is not None]
-        ax.errorbar(*zip(*have), fmt="o-", capsize=3, **style)
-    line(coherence, "grad/coherence", color=style.COLORS[0], label="successive micro-batches")
-    line(coherence, "grad/coherence_total", color=style.COLORS[1], label="each with the whole step")
-    floor = [r["coherence_total_noise"] for r in rows]
-    coherence.plot(batch, floor, ls=":", color=style.COLORS[1], label="the same, pure noise")
-    coherence.axhline(0, color="#888888", lw=1)
-    shades = plt.get_cmap("viridis")
-    for i, r in enumerate(rows):
-        color = shades(0.9 * i / len(rows))
-        for ax, part in ((gain, {b: g["gain"] for b, g in r["gains"].items()}), (norm, r["norm_growth"]),
-                         (variance, r["variance_growth"])):
-            if part:
-                ax.plot(list(part), list(part.values()), "o-", ms=4, color=color, lw=1.4, label=f"batch {r['batch_size']}")
-    pooled = result["gains"]
+    figure, (gain, coherence, snr) = style.panels(3, 13, 4.2)
+    batch, pooled, noise = [r["batch_size"] for r in rows], result["gains"], rows[-1]["noise_scale"]
+    for color, r in zip(style.COLORS[2:] * 9, rows):
+        gain.plot(list(r["gains"]), [g["gain"] for g in r["gains"].values()], "o-", ms=4, color=color, lw=1.4,
+                  label=f"run of batch {r['batch_size']}")
     gain.errorbar(list(pooled), [g["gain"] for g in pooled.values()], [2 * g["se"] for g in pooled.values()], fmt="s-",
                   capsize=3, color="black", label="all runs together")
     gain.axhline(result["gain"], color="#888888", ls=":", label="worth its tokens")
-    found = rows[-1]["noise_scale"]
-    if found:
+    if noise:
         x = np.geomspace(min(batch), max(batch), 50)
-        gain.plot(x, found["value"] / (x + found["value"]), color=style.COLORS[1], ls="--", lw=1.2,
-                  label="by the plain noise scale")
-    line(snr, "adam/snr", color=style.COLORS[2], label="|m| / sqrt(v)")
-    snr.axhline(rows[0]["snr_noise"], color=style.COLORS[2], ls=":", label="pure noise")
-    line(update, "update/ratio", color=style.COLORS[3], label="|update| / |weights|")
-    titles = {coherence: "Coherence (cosine)", gain: "Gain of the doubling to this batch", snr: "Adam's signal to noise",
-              norm: "|gradient| as it grows", variance: "Its variance as it grows", update: "Update over weights"}
-    for ax, title in titles.items():
-        ax.set_title(title)
-        style.doublings(ax, batch)
-        ax.set_ylim(bottom=0 if ax is not coherence else None)
-        ax.legend(fontsize=9)
-    variance.yaxis.set_major_formatter(lambda v, _: f"{v:.1e}" if v else "0")
-    for ax in (norm, variance, update):
-        ax.set_xlabel("effective batch (sequences)")
+        gain.plot(x, noise["value"] / (x + noise["value"]), color=style.COLORS[1], ls="--", label="by the plain noise scale")
+    # title, then key, label and what pure noise would give
+    for ax, title, *lines in ((coherence, "Coherence (cosine)", ("grad/coherence", "successive micro-batches", None),
+                               ("grad/coherence_total", "each with the whole step", "coherence_total_noise")),
+                              (snr, "Adam's signal to noise", ("adam/snr", "|m| / sqrt(v)", "snr_noise"))):
+        for color, (key, label, of_noise) in zip(style.COLORS, lines):
+            have = [(r["batch_size"], r[key], 2 * (r[key + "_se"] or 0)) for r in rows if r[key] is not None]
+            ax.errorbar(*zip(*have), fmt="o-", capsize=3, color=color, label=label)
+            ax.plot(batch, [r[of_noise] if of_noise else 0 for r in rows], ls=":", color=color, label="the same, pure noise")
+        style.dress(ax, title, "effective batch (sequences)", "doublings")
+    style.dress(gain, "Gain of the doubling to this batch", "effective batch (sequences)", "doublings")
     style.save(figure, path)

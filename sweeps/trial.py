@@ -49,8 +49,7 @@ def without_folders(text):
 
 def row_of(code, out, err):
     """What a process that ended has to say, whichever way it ended."""
-    lines = [line for line in err.strip().splitlines() if line.strip()]
-    last = lines[-1].strip()[:200] if lines else "no message"
+    last = ([line.strip() for line in err.splitlines() if line.strip()] or ["no message"])[-1][:200]
     if code == 0:
         try:
             return json.loads(out.strip().splitlines()[-1])
@@ -75,7 +74,7 @@ def main(argv=None):
         row = {"status": "ok", **measure(spec)}
     except Exception as e:
         words = (str(e).strip().splitlines() or [""])[0]
-        words = words[words.find("tried to allocate"):][:200] if "tried to allocate" in words else words[:200]
+        words = words[max(0, words.find("tried to allocate")):][:200]
         memory = any(isinstance(c, (MemoryError, torch.OutOfMemoryError)) or any(w in str(c).lower() for w in OUT_OF_MEMORY)
                      for c in causes(e))
         row = {"status": "out of memory" if memory else "failed", "why": f"{type(e).__name__}: {words}"}
@@ -95,6 +94,7 @@ def measure(spec):
     import torch
 
     import configurator
+    from system import memory
     from trainer import batches, hardware
 
     config = configurator.Config(**{k: configurator.coerce(k, v, "trial") for k, v in spec["config"].items()})
@@ -109,8 +109,7 @@ def measure(spec):
     clock = time.process_time if alone else time.perf_counter
     ceiling = hardware.matmul_ceiling(device, dtype, clock=clock)
     limit_memory(spec["memory_limit"], device)
-    before = memory_now()
-
+    before = memory.now()
     step = build_step(config, data, device, dtype)
 
     def timed(before, accum=accum):
@@ -118,8 +117,10 @@ def measure(spec):
         return timed_step(step, data, accum, before, clock)
 
     first = spec.get("warmup_accum", accum)
-    warmup = sum(timed(0, first)) + sum(timed(0, first))  # the second has Adam's state, and its metric
-    warmup += sum(timed(1)) if config.compile == "True" else 0  # a plain step, which is another graph
+    for _ in range(2):  # the second has Adam's state, and its metric
+        timed(0, first)
+    if config.compile == "True":
+        timed(1)  # a plain step, which is another graph
     times, end = [], time.perf_counter() + spec["seconds"]
     while len(times) < MIN_STEPS or (time.perf_counter() < end and len(times) < 200):
         times.append(timed(1))
@@ -127,10 +128,8 @@ def measure(spec):
     tokens = config.micro_batch_size * config.block_size * accum
     flops = step.model.flops_per_token() * tokens
     return {"micro_step_ms": 1e3 * micro / accum, "update_ms": 1e3 * update, "tok_per_sec": tokens / (micro + update),
-            "tok_per_sec_micro": tokens / micro, "ceiling": flops / micro / ceiling, "matmul_gflops": ceiling / 1e9,
-            "update_share": update / (micro + update), "steps": len(times), "warmup_s": warmup,
-            "slowest_micro_step_ms": 1e3 * max(t[0] for t in times) / accum,
-            "clock": "the thread's own time" if alone else "wall",
+            "tok_per_sec_micro": tokens / micro, "ceiling": flops / micro / ceiling, "update_share": update / (micro + update),
+            "steps": len(times), "clock": "the thread's own time" if alone else "wall",
             "gradient_bytes": sum(p.numel() * p.element_size() for p in step.model.parameters()),
             **peak_memory(device, before, lambda: timed(0, first), step.optimizer)}
 
@@ -165,28 +164,13 @@ def timed_step(step, data, accum, before, clock):
 
 def limit_memory(limit, device):
     """An upper bound for this process: of the device on CUDA; of all that it may write to on a CPU, libraries included."""
-    if limit is None:
-        return
-    if device == "cuda":
+    if limit is not None and device == "cuda":
         import torch
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / torch.cuda.mem_get_info()[1]))
-    else:
+    elif limit is not None:
         import resource
         # not RLIMIT_AS: libraries map several times what they ever touch
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-
-
-def status(key):
-    """A line of /proc/self/status in bytes; None elsewhere than on Linux."""
-    try:
-        with open("/proc/self/status") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith(key + ":"))
-    except (OSError, StopIteration):
-        return None
-
-
-def memory_now():
-    return status("VmRSS")
 
 
 def peak_memory(device, before, step, optimizer):
@@ -195,18 +179,15 @@ def peak_memory(device, before, step, optimizer):
     if device == "cuda":
         import torch
         return {"peak": torch.cuda.max_memory_reserved(), "peak_allocated": torch.cuda.max_memory_allocated(), "before": None}
-    peak = status("VmHWM")  # of this program; ru_maxrss would also remember the process that started it
-    if peak is None:
-        import resource
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    from system import memory
+    found = {"peak": memory.peak(), "before": before}
     try:
-        from benchmarks.tools import peak_bytes
         state = [t for part in optimizer.parts for group in part.param_groups for p in group["params"]
                  for t in (p, *part.state[p].values())]
-        allocated = sum(t.numel() * t.element_size() for t in state) + peak_bytes(step, warm_up=False)
+        allocated = sum(t.numel() * t.element_size() for t in state) + memory.peak_bytes(step, warm_up=False)
     except (MemoryError, RuntimeError):  # the profiler found no room under the limit
         allocated = None
-    return {"peak": peak, "peak_allocated": allocated, "before": before}
+    return {**found, "peak_allocated": allocated}
 
 
 if __name__ == "__main__":

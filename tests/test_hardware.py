@@ -67,17 +67,16 @@ def test_runs_of_a_sweep_have_a_gpu_each_and_wait_for_it(monkeypatch, tmp_path, 
     group = jobs.Group({name: Config() for name in "abcd"}, str(tmp_path), at_once=4)
     group.do()
     assert not group.failed and set(seen) == expected and all(seen.count(name) == 2 for name in expected)
-    assert "--jobs=4: 2 at a time, one per GPU" in capsys.readouterr().out
+    assert "4 to do, 2 at a time" in capsys.readouterr().out, "one per GPU"
 
 
 def test_runs_on_a_cpu_share_it_whatever_gpus_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    devices = jobs.Devices(3, 10**9, "cpu")
-    assert devices.at_once == 3 and jobs.Devices(10**9, 3, "cpu").at_once == 3
+    wanted = {name: Config(device="cpu") for name in "abcd"}
+    assert [jobs.Group(wanted, "out", at_once).at_once for at_once in (3, 10**9)] == [3, 4]
+    assert jobs.Group(wanted, "out", 3).free.get() is None
     with pytest.raises(ConfigError, match="--jobs=0"):
-        jobs.Devices(0, 3)
-    with devices.one() as env:
-        assert env == {}
+        jobs.Group(wanted, "out", 0)
 
 
 def test_one_process_on_cuda_saves_and_restores_the_gpus_random_numbers(monkeypatch):

@@ -318,7 +318,7 @@ def test_a_prompt_that_the_model_does_not_know_is_one_line(tmp_path, tiny_args, 
 def test_config_json_that_train_did_not_write_is_refused_in_words(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="config.json") as e:
-        jobs.read_config(str(tmp_path))
+        configurator.read_run(str(tmp_path))
     assert "\n" not in str(e.value)
 
 

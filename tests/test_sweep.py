@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
+import configurator
 import schedule
 import sweep
 import train
@@ -24,7 +25,8 @@ def finished(tmp_path_factory, tiny_data):
 
 
 def test_a_branch_probe_runs_reports_and_is_not_run_twice(finished, capsys):
-    arguments = ["branch", finished, "--at", "1k", "--factors", "1,2", "--window", "2050", "--tolerance", "0.05"]
+    arguments = ["branch", finished, "--at", "1k", "--factors", "1,2", "--window", "2050", "--tolerance", "0.05",
+                 "--in_process"]
     assert sweep.main(arguments) == 0
     text = capsys.readouterr().out
     assert "Critical batch by experiment" in text and "Noise scale of the same run" in text
@@ -41,7 +43,7 @@ def test_a_branch_probe_runs_reports_and_is_not_run_twice(finished, capsys):
     same = [(r["lr"], at[r["tokens"]]) for r in two if r["tokens"] in at]
     assert same and all(a == pytest.approx(b * 2**0.5) for a, b in same)
     assert one[0]["examples"] - one[0]["batch_size"] == two[0]["examples"] - two[0]["batch_size"] == base[-1]["examples"]
-    config = jobs.read_config(finished)
+    config = configurator.read_run(finished)
     expected = schedule.learning_rate_at(one[0]["tokens"], config) * schedule.coupled(one[0]["batch_size"], config)[0]
     assert one[0]["lr"] == pytest.approx(expected), "k = 1 goes on with the run's own learning rate"
     before = {x: os.path.getmtime(os.path.join(folder, x, "ckpt.pt")) for x in ("base", "x1", "x2")}
@@ -69,7 +71,7 @@ def test_the_base_starts_from_the_runs_checkpoint_where_that_is_early_enough(fin
     branch.prepare_base(finished, str(tmp_path / "late"), tokens - 1)
     assert not (tmp_path / "late").exists()
     branch.prepare_base(finished, str(tmp_path / "early"), tokens)
-    assert sorted(os.listdir(tmp_path / "early")) == ["ckpt.pt", "log.jsonl"]
+    assert sorted(os.listdir(tmp_path / "early")) == ["ckpt.pt", "config.json", "log.jsonl"]
 
 
 def test_window_losses_weigh_steps_by_the_tokens_inside():

@@ -7,10 +7,9 @@ import pytest
 
 import sweep
 import train
-from configurator import Config, ConfigError
+from configurator import Config
 from plots import style
 from sweeps import quality
-from system import files
 from trainer import log
 
 ARGS = sweep.argparse.Namespace(config=None, rest=[])
@@ -121,12 +120,3 @@ def test_quality_runs_train_and_reports_and_is_not_run_twice(tmp_path, tiny_args
     with pytest.raises(SystemExit):
         sweep.main([*arguments, "--learning_rate=1e-3"])
     assert "holds a run with other settings: learning_rate is 0.001, there it is 0.003" in capsys.readouterr().err
-
-
-def test_a_sweep_at_work_is_not_joined_by_a_second(tmp_path):
-    with files.only_writer(str(tmp_path), ConfigError):
-        with pytest.raises(ConfigError, match=f"in use by process {os.getpid()} on "):
-            with files.only_writer(str(tmp_path), ConfigError):
-                pass
-    with files.only_writer(str(tmp_path), ConfigError):
-        pass

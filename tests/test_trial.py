@@ -2,17 +2,14 @@
 
 import json
 import os
-import signal
 import subprocess
-import sys
-import time
 
 import pytest
 
 import sweep
 from configurator import Config, ConfigError
 from sweeps import micro, trial
-from tests.helpers import ROOT, TINY
+from tests.helpers import TINY
 
 # stands in for trial.py where only what becomes of a process matters
 FAKE = """
@@ -88,23 +85,7 @@ def test_a_hang_a_crash_and_a_kill_are_rows_and_nothing_is_left_behind(tmp_path,
     assert {r["micro_batch_size"]: r["status"] for r in saved(tmp_path)["rows"]}[32] == "ok"
 
 
-def test_a_killed_sweep_continues_where_it_was(tmp_path, tiny_args, fake):
-    arguments = ["memory", "--micro_batches=1,2,32,4", *tiny_args(out_dir=tmp_path, activation_checkpointing="none")]
-    code = f"import sweep; from sweeps import trial; trial.SCRIPT = {trial.SCRIPT!r}; sweep.main({arguments!r})"
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.DEVNULL)
-    while process.poll() is None and not (os.path.exists(tmp_path / "calls") and len(fake()) == 3):
-        time.sleep(0.05)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert [r["micro_batch_size"] for r in saved(tmp_path)["rows"]] == [1, 2]
-    (tmp_path / "go").touch()
-    assert sweep.main(arguments) == 0
-    assert [micro for micro, _, _ in fake()] == ["1", "2", "32", "32", "4"]
-    assert [r["micro_batch_size"] for r in saved(tmp_path)["rows"]] == [1, 2, 32, 4]
-    assert saved(tmp_path)["result"]["take"]["micro_batch_size"] == 4
-
-
-def test_ctrl_c_ends_the_trial_and_says_how_to_go_on(tmp_path, tiny_args, fake, monkeypatch, capsys):
+def test_ctrl_c_ends_the_trial_and_the_same_command_goes_on(tmp_path, tiny_args, fake, monkeypatch, capsys):
     real, started = subprocess.Popen.communicate, []
 
     def interrupted(self, *args, **kwargs):
@@ -117,6 +98,12 @@ def test_ctrl_c_ends_the_trial_and_says_how_to_go_on(tmp_path, tiny_args, fake, 
     assert sweep.main(arguments) == 130
     assert "the same command goes on" in capsys.readouterr().out and started[1].poll() is not None
     assert [r["micro_batch_size"] for r in saved(tmp_path)["rows"]] == [1]
+    monkeypatch.setattr(subprocess.Popen, "communicate", real)
+    (tmp_path / "go").touch()
+    assert sweep.main([*arguments[:1], "--micro_batches=1,32,4", *arguments[2:]]) == 0
+    tried = [micro for micro, _, _ in fake()]
+    assert tried.count("1") == 1 and tried[-2:] == ["32", "4"], "what is done is not done again"
+    assert saved(tmp_path)["result"]["take"]["micro_batch_size"] == 4
 
 
 def test_other_settings_are_not_mixed_with_old_rows(tmp_path, tiny_args, fake, capsys):
@@ -221,16 +208,14 @@ def test_it_takes_the_smallest_micro_batch_within_reach_of_the_best_speed():
     result = micro.memory_result(rows, 0.03, args)
     assert result["take"] == {"micro_batch_size": 4, "activation_checkpointing": "none", "compile": "False"}
     assert micro.memory_result(rows, 0.01, args)["take"]["micro_batch_size"] == 8
-    found = [(r["micro_batch_size"], r["activation_checkpointing"]) for r in micro.frontier(rows)]
-    assert found == [(2, "none"), (4, "block"), (8, "none")], "no other is both faster and smaller"
     nothing = [{**rows[0], "status": "out of memory", "why": ""}]
     assert micro.memory_result(nothing, 0.03, args)["take"] is None
 
 
 def test_compile_is_tried_at_half_the_micro_batch_where_the_fastest_leaves_no_room_for_it(monkeypatch, capsys):
     class Trials:
-        within, limit, config = 0.03, None, sweep.argparse.Namespace(compile="auto", activation_checkpointing="none")
-        rows = sweep.argparse.Namespace(saved={"rows": []}, path="")
+        within, limit, config, path = 0.03, None, sweep.argparse.Namespace(compile="auto", activation_checkpointing="none"), ""
+        rows = []
 
         def __init__(self, *_, **__):
             pass
@@ -239,20 +224,20 @@ def test_compile_is_tried_at_half_the_micro_batch_where_the_fastest_leaves_no_ro
             row, = rows_of((micro, checkpointing, 10.0 * micro, 1))
             fits = micro <= (3 if compile else 4)
             row |= {"compile": compile, "status": "ok" if fits else "failed", "why": "no room"}
-            if row not in self.rows.saved["rows"]:
-                self.rows.saved["rows"].append(row)
+            if row not in self.rows:
+                self.rows.append(row)
             return row
 
-        def finish(self, result, draw):
-            self.result = result
-            return "there"
+        def finish(self, result, table, draw):
+            print(*result["says"])
+            return 0
 
     monkeypatch.setattr(micro, "Trials", Trials)
     monkeypatch.setattr(micro, "memory_table", lambda *_: "")
     args = sweep.argparse.Namespace(max_micro_batch="4", micro_batches=None, dry_run=False, config=None,
                                     rest=["--activation_checkpointing=none"])
-    assert micro.memory(args) == 0
-    tried = [(r["micro_batch_size"], r["status"]) for r in Trials.rows.saved["rows"] if r["compile"]]
+    assert micro.memory_sweep(args) == 0
+    tried = [(r["micro_batch_size"], r["status"]) for r in Trials.rows if r["compile"]]
     assert tried == [(4, "failed"), (2, "ok")]
     assert "torch.compile at its best (micro-batch 2): 0.50 times the best speed without" in capsys.readouterr().out
 
@@ -262,7 +247,7 @@ def test_a_trial_has_one_speed_the_one_that_its_command_goes_by():
     row |= {"tok_per_sec": 80.0, "update_ms": 1.0, "update_share": 0.2, "peak_allocated": None}
     assert "80 tok/s" in micro.in_words(row, "tok_per_sec") and " 80 " in micro.throughput_table([row])
     assert "100 tok/s" in micro.in_words(row, "tok_per_sec_micro")
-    assert " 100 " in micro.memory_table([row | {"ceiling": 0.5}], {})
+    assert " 100 " in micro.memory_table([row | {"ceiling": 0.5}])
 
 
 @pytest.mark.parametrize("peaks, grows", [((100, 110, 110, 110), False), ((100, 110, 111, 112), False),
@@ -306,4 +291,4 @@ def test_wrong_input_is_one_line_with_exit_code_2(arguments, words, capsys, tmp_
 def test_a_damaged_sweep_json_is_one_line(tmp_path):
     (tmp_path / "sweep.json").write_text('{"rows": [')
     with pytest.raises(ConfigError, match="not readable .*remove it to start anew"):
-        micro.Rows(str(tmp_path), "", {}, {})
+        micro.earlier_rows(str(tmp_path / "sweep.json"), {})

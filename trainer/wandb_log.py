@@ -25,7 +25,7 @@ import sys
 import threading
 
 import schedule
-from configurator import ConfigError
+from configurator import ConfigError, read_run
 from rightbatch.common import named
 from system import files
 from trainer import checkpoint, log, log_keys, noise_scale, predict
@@ -228,13 +228,12 @@ def known_id(out_dir):
 
 
 def main(argv=None):
-    from sweeps.jobs import read_config
     from trainer import summary as closing
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 1 or argv[0].startswith("-"):
         print(__doc__.strip())
         return 0 if argv in (["-h"], ["--help"]) else 2
-    config = read_config(argv[0])
+    config = read_run(argv[0])
     config.out_dir = argv[0]
     with files.only_writer(argv[0], ConfigError):
         rows = log.read(argv[0])
