@@ -16,7 +16,7 @@ All read the same number of tokens and decay their learning rate over them.
 
 import sys
 
-from common import Runs, parse, write
+from common import Experiment
 
 from plots import compare, style
 
@@ -66,46 +66,24 @@ def experiment(runs, seeds):
 
 
 def finding(result):
-    """What came out, in one sentence, whichever way it came out."""
-    groups = result["groups"]
-    gns = groups["gns"]["at_target"]
-    if not gns["tokens"]:
-        return f"Here: the gns schedule did not reach the fixed run's loss in {groups['gns']['runs'] - gns['reached']} runs."
-    constants = {n: g["at_target"] for n, g in groups.items() if n.startswith("constant") and g["at_target"]["tokens"]}
-    beaten = [n for n, at in constants.items() if all(at[m]["mean"] < gns[m]["mean"] for m in ("tokens", "steps"))]
-    best = min(constants, key=lambda n: constants[n]["tokens"]["mean"], default=None)
-    text = f"Here: {compare.against('the gns schedule', groups['gns'], groups['fixed'])}, against the fixed batch"
-    if groups["linear"]["at_target"]["tokens"]:
-        text += f"; {compare.against('linear', groups['linear'], groups['fixed'])}"
-    if best:
-        tokens = compare.less(constants[best]["tokens"], gns["tokens"])["mean"]
-        steps = compare.less(constants[best]["steps"], gns["steps"])["mean"]
-        text += (f"; against the best tuned constant batch in tokens ({best}), gns takes {compare.percent(tokens, 'tokens')} "
-                 f"and {compare.percent(steps, 'steps')}")
-    return text + (f"; {', '.join(beaten)} beat{'s' if len(beaten) == 1 else ''} it in both." if beaten else
-                   "; no constant batch beats it in both.")
+    return f"Here: {' '.join(compare.verdict(result).split())}."
 
 
-def small(result):
-    """The comparison without what can be had from the rest: of each loss on the way, [mean, lowest, highest] over seeds."""
-    def level(row):
-        return {"loss": row["loss"], **{m: row[m] and [round(row[m][k], 1) for k in ("mean", "low", "high")]
-                                        for m in ("tokens", "steps")}}
-    return {**result, "groups": {name: {**group, "levels": [level(row) for row in group["levels"]]}
-                                 for name, group in result["groups"].items()}}
-
-
-def main(argv=None):
-    args, config = parse(argv, "batch_schedule", __doc__, seeds=3, settings=SETTINGS)
-    config.eval_tokens = max(1, config.max_tokens // 40)  # losses are interpolated between evaluations
-    groups, factors = experiment(Runs(config, args), list(range(1, args.seeds + 1)))
+def measure(runs):
+    runs.config.eval_tokens = max(1, runs.config.max_tokens // 40)  # losses are interpolated between evaluations
+    groups, factors = experiment(runs, list(range(1, runs.args.seeds + 1)))
     loaded = {name: [style.load(d) for d in dirs] for name, dirs in groups.items()}
     result = compare.comparison(loaded, "val")
     print("\n" + compare.table(result), compare.verdict(result), sep="\n\n")
-    path = write(args, config, PAPER, finding(result), {**small(result), "learning_rate_factors": factors})
-    compare.draw(result, loaded, path)
-    return 0
+    short = {name: {k: v for k, v in group.items() if k != "levels"} for name, group in result["groups"].items()}
+    return {**result, "groups": short, "learning_rate_factors": factors}, (result, loaded)
 
+
+def draw(_, drawn, path):
+    compare.draw(*drawn, path)
+
+
+main = Experiment("batch_schedule", __doc__, PAPER, measure, finding, draw, SETTINGS, seeds=3)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,5 +1,5 @@
 """
-What the experiments share: arguments, cached runs of train.py, and the numbers file.
+What the experiments share: their frame, arguments, cached runs of train.py, and the numbers file.
 
 Every experiment is `python experiments/<name>.py [--tiny] [--seeds N] [--config FILE] [--device D] [--key=value ...]`. It
 leaves its runs in out/<name> (finished ones are not run again, broken ones go on), results/<name>.json and results/<name>.png,
@@ -11,6 +11,8 @@ import dataclasses
 import os
 import sys
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
@@ -25,6 +27,29 @@ TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, b
             log_interval=2, checkpoint_tokens=0, device="cpu", dtype="float32", compile="False")
 
 
+class Experiment(NamedTuple):
+    """A question: how it is measured, what came out in one sentence, and the picture. Its main is the experiment itself."""
+    name: str
+    doc: str
+    paper: str  # what the paper says; nothing where it does not ask
+    measure: Callable  # Runs -> (numbers for the file, what the picture needs beside them)
+    finding: Callable  # numbers -> a sentence, whichever way it came out
+    draw: Callable | None = None  # (numbers, what the picture needs, path)
+    settings: dict = {}
+    tiny: dict = {}
+    seeds: int = 1
+    folder: str | None = None
+    options: dict = {}
+
+    def __call__(self, argv: list[str] | None = None) -> int:
+        args, config = parse(argv, self.name, self.doc, self.seeds, self.settings, self.tiny, self.folder, self.options)
+        numbers, more = self.measure(Runs(config, args))
+        path = write(args, config, self.paper, self.finding(numbers), numbers)
+        if self.draw:
+            self.draw(numbers, more, path)
+        return 0
+
+
 def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None, options=None):
     """(args, Config) of an experiment's command line. `settings` are its own on top of the quickstart; a --config given by
     the user replaces both, --key=value comes last. Experiments on the same runs name the same `folder`.
@@ -33,7 +58,6 @@ def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None, optio
     parser.add_argument("--config", help="a config file; default: the quickstart with this experiment's settings")
     parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each on its share of the cores")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--out", default=f"out/{folder or name}", help="where the runs go")
     parser.add_argument("--results", default=os.path.join(ROOT, "results"), help="where numbers and picture go")
     parser.add_argument("--name", default=name, help="of the numbers file and the picture")
@@ -41,18 +65,18 @@ def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None, optio
     for option, about in (options or {}).items():
         parser.add_argument(option, **about)
     args, overrides = parser.parse_known_args(argv)
-    own = {} if args.config else dict(settings or {})
+    changed = {} if args.config else dict(settings or {})
     if args.tiny:
-        own.update({**TINY, **(tiny or {})})
-    own.setdefault("device", args.device)
+        changed.update({**TINY, **(tiny or {})})
     try:
-        config = configurator.parse([args.config or configurator.DEFAULT_FILE, *(f"--{k}={v}" for k, v in own.items()),
+        config = configurator.parse([args.config or configurator.DEFAULT_FILE, *(f"--{k}={v}" for k, v in changed.items()),
                                      *overrides])
     except configurator.ConfigError as e:
         configurator.die(e)
     args.started = time.time()
-    known = ["config", "seeds", "device", "name", *([] if os.path.isabs(args.out) else ["out"])]  # else of this machine alone
-    given = [f"--{k}={getattr(args, k)}" for k in known if getattr(args, k) != parser.get_default(k)]
+    known = ["config", "seeds", "name", "out", *(option.removeprefix("--") for option in options or {})]
+    given = [f"--{k}={getattr(args, k)}" for k in known if getattr(args, k) not in (parser.get_default(k), True)
+             and not os.path.isabs(str(getattr(args, k)))]  # a path of this machine alone
     args.command = " ".join([f"python experiments/{name}.py", *given, *(["--tiny"] if args.tiny else []), *overrides])
     return args, config
 
@@ -64,18 +88,18 @@ class Runs:
     def __init__(self, config, args):
         self.config, self.args = config, args
 
-    def path(self, name):
+    def path(self, name: str) -> str:
         return os.path.join(self.args.out, name)
 
-    def rows(self, name):
+    def rows(self, name: str) -> list[dict]:
         return log.read(self.path(name))
 
-    def final_loss(self, name):
+    def final_loss(self, name: str) -> float:
         """inf for a run that died."""
         rows = self.rows(name)
         return float("inf") if log.died(rows) else [r["val/loss"] for r in rows if "val/loss" in r][-1]
 
-    def do(self, wanted, may_die=False):
+    def do(self, wanted: dict, may_die: bool = False):
         """wanted {name: changes to the config}: run those that are not finished yet, as sweep.py runs does. may_die: a loss
         that is not finite is a result, as in a search for the learning rate."""
         configs = {name: dataclasses.replace(self.config, wandb_log=False, **changes) for name, changes in wanted.items()}
@@ -95,8 +119,9 @@ def write(args, config, paper, finding, numbers):
     path = os.path.join(args.results, args.name)
     settings = {k: v for k, v in vars(config).items() if v != configurator.FIELDS[k].default and k not in ("out_dir", "device")}
     output.write_json(path + ".json", {"command": args.command, "date": time.strftime("%Y-%m-%d"),
-                                       "machine": hardware.facts(hardware.pick_device(config.device)), "paper": paper,
-                                       "finding": finding, **numbers, "settings": settings,
+                                       "machine": hardware.facts(hardware.pick_device(config.device)),
+                                       **({"paper": paper} if paper else {}), "finding": finding, **numbers,
+                                       "settings": settings,
                                        "last_command_seconds": round(time.time() - args.started)})
-    print(f"\n{paper}\n{finding}\n{path}.json {path}.png", flush=True)
+    print(*filter(None, (paper, finding, f"{path}.json")), sep="\n", flush=True)
     return path + ".png"

@@ -1,6 +1,9 @@
 """
-What per-example gradient norms cost, three ways: formulas, checked against counts of the operations. For flop_cost.py and
-io_cost.py.
+What per-example gradient norms cost, three ways: FLOPs (Gray et al. 2024, arXiv 2411.00999, Table 1 and Figure 3) and bytes
+moved (Figure 4), by formulas that a test compares with counts of the operations.
+
+    python experiments/costs.py                            # seconds; flop_cost.json and io_cost.json
+    python experiments/costs.py --config config/wikitext2.py    # and that model
 
     simultaneous   every linear layer: the examples' weight gradients are formed apart, measured, and added (Gray et al. 2024)
     gram           every linear layer: inner product of two T x T Gram matrices per example, beside the plain weight gradient
@@ -8,16 +11,15 @@ io_cost.py.
     norm only      the norm layers alone
 The first two include the norm layers. Embeddings are left out: a look-up's gradient has no product.
 All counts are of what is added to the plain weight gradient of a micro-batch. B examples, T positions, K channels in, L out.
+Bytes are 4 a value, as in the paper; every operation reads its inputs from memory and writes its output there.
 """
 
 import os
+import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
-import torch
-from common import ROOT, parse, write
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
+from common import ROOT, Experiment
 
 import configurator
 from plots import style
@@ -53,71 +55,50 @@ def models(config_file=None):
             "6.7B": Shape(32, 4096), "13B": Shape(40, 5120), "175B": Shape(96, 12288)}
 
 
-# -- the operations; inputs x (B, T, K), g (B, T, L); each returns what it must, weight gradient first
+# -- formulas
 
-def plain(x, g):
-    return g.flatten(0, 1).T @ x.flatten(0, 1)
-
-
-def simultaneous(x, g):
-    c = torch.bmm(g.mT, x)  # (B, L, K)
-    return c.sum(0), torch.linalg.vector_norm(c, dim=(1, 2))
+def flops(method, B, T, K, L):
+    """FLOPs beyond the plain weight gradient, 2 B T K L (Gray et al. 2024, Table 1; a sum of n counts n, not n - 1)."""
+    return {"simultaneous": 3 * B * K * L,  # the norm 2, the sum over examples 1; the product itself is the same
+            "gram": 2 * B * T * T * (K + L) + 2 * B * T * T,  # two Gram matrices, and their inner product
+            "norm only": 6 * B * K}[method]  # weight and bias: the norm 2, the sum over examples 1 each
 
 
-def gram(x, g):
-    x_gram, g_gram = torch.bmm(x, x.mT).flatten(1), torch.bmm(g, g.mT).flatten(1)  # (B, T T)
-    return plain(x, g), torch.bmm(x_gram[:, None], g_gram[:, :, None]).flatten().sqrt()
+def model_flops(shape, B, T):
+    """Forward and backward of the whole model: as GPT.flops_per_token."""
+    matrices = sum(K * L for K, L in shape.linears())
+    return B * T * (6 * matrices + 6 * shape.n_layer * T * shape.width)
 
 
-def norm_plain(x_hat, g):
-    return (x_hat * g).sum((0, 1)), g.sum((0, 1))
+def moved(method, B, T, K, L):
+    """Bytes beyond those of the plain weight gradient, which reads x and g and writes K L values."""
+    return 4 * {"simultaneous": 3 * B * K * L + B,  # the examples' gradients written, read for the norm, read for the sum
+                "gram": B * T * (K + L) + 4 * B * T * T + 3 * B,  # x and g read again; Gram matrices written, and read
+                "norm only": 6 * B * K + 2 * B}[method]
 
 
-def norm_only(x_hat, g):
-    weight, bias = (x_hat * g).sum(1), g.sum(1)  # (B, C)
-    return weight.sum(0), bias.sum(0), torch.linalg.vector_norm(weight, dim=1), torch.linalg.vector_norm(bias, dim=1)
+def model_bytes(shape, B, T):
+    """The model's own products with its matrices: forward, input gradient and weight gradient, each of which reads or writes
+    x, g (or y) and the matrix once. Attention and elementwise operations come on top."""
+    return 4 * 3 * sum(B * T * (K + L) + K * L for K, L in shape.linears())
 
 
-# -- counting
-
-class Traffic(TorchDispatchMode):
-    """Counts the bytes that operations read and write: each tensor once per operation, nothing kept in a cache between two."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            read = {t.untyped_storage()._cdata: t for t in args if isinstance(t, torch.Tensor)}.values()
-            self.bytes += sum(t.numel() * t.itemsize for t in (*read, out))
-        return out
+class Cost(NamedTuple):
+    name: str  # of the numbers file
+    unit: str
+    extra: Callable  # (method, B, T, K, L) beyond the plain gradient
+    model: Callable  # (shape, B, T) of the model itself
+    paper: str
 
 
-def flops_of_sum(x, *_, **__):
-    return int(np.prod(x))  # a shape, as FlopCounterMode passes it
+COSTS = (
+    Cost("flop_cost", "FLOPs", flops, model_flops,
+         "The paper: simultaneous norms need fewer FLOPs than those of Li et al. at every length, and their share of the "
+         "model's FLOPs does not grow with it, as the other's does."),
+    Cost("io_cost", "bytes", moved, model_bytes,
+         "The paper: simultaneous norms move fewer bytes than those of Li et al. for long sequences, more for short ones and "
+         "very large models; the norm layers alone move far fewer than either."))
 
-
-FLOPS = {torch.ops.aten.sum: flops_of_sum, torch.ops.aten.mul: flops_of_sum,
-         torch.ops.aten.linalg_vector_norm: lambda x, *_, **__: 2 * int(np.prod(x))}  # products are torch's own counts
-
-
-def measured(operation, B, T, K, L):
-    """(FLOPs, bytes) of an operation on shapes alone: no memory, no arithmetic."""
-    x, g = torch.empty(B, T, K, device="meta"), torch.empty(B, T, L, device="meta")
-    with FlopCounterMode(display=False, custom_mapping=FLOPS) as flops, Traffic() as traffic:
-        operation(x, g)
-    return flops.get_total_flops(), traffic.bytes
-
-
-def measured_extra(B, T, K, L):
-    """{method: (FLOPs, bytes) beyond the plain gradient}; for norm only the width is K."""
-    def extra(operation, base, *shape):
-        return tuple(np.subtract(measured(operation, B, T, *shape), measured(base, B, T, *shape)).tolist())
-    return {"simultaneous": extra(simultaneous, plain, K, L), "gram": extra(gram, plain, K, L),
-            "norm only": extra(norm_only, norm_plain, K, K)}
-
-
-# -- formulas: formula(method, B, T, K, L) beyond the plain gradient
 
 def model_extra(formula, shape, method, B, T):
     norms = shape.norms() * formula("norm only", B, T, shape.width, shape.width)
@@ -134,52 +115,53 @@ def crossover(formula, shape, B=BATCH):
     return high
 
 
-def numbers(formula, own_cost, which, config_file=None):
-    """Numbers of all models and lengths: extra cost, its share of the model's own, and the crossover; and how far
-    the formula is from the count (`which` of FLOPs, bytes) of the operations of each linear layer."""
-    result, error = {}, 0.0
+def numbers(cost, config_file=None):
+    """Of all models and lengths: the extra cost, its share of the model's own, and the crossover."""
+    result = {}
     for name, shape in models(config_file).items():
-        extra = {m: [model_extra(formula, shape, m, BATCH, T) for T in LENGTHS] for m in METHODS}
-        share = {m: [e / own_cost(shape, BATCH, T) for e, T in zip(extra[m], LENGTHS)] for m in METHODS}
-        result[name] = {"layers": shape.n_layer, "width": shape.width, "crossover": crossover(formula, shape), "extra": extra,
-                        "share": share}
-        for K, L in set(shape.linears()):
-            for T in LENGTHS[::4]:  # polynomials of degree 2: three lengths settle it
-                counted = measured_extra(BATCH, T, K, L)
-                error = max(error, *(abs(formula(m, BATCH, T, K, L) / counted[m][which] - 1) for m in METHODS))
-    return {"batch": BATCH, "lengths": LENGTHS, "largest_error_of_formula": error, "models": result}
+        extra = {m: [model_extra(cost.extra, shape, m, BATCH, T) for T in LENGTHS] for m in METHODS}
+        share = {m: [e / cost.model(shape, BATCH, T) for e, T in zip(extra[m], LENGTHS)] for m in METHODS}
+        result[name] = {"layers": shape.n_layer, "width": shape.width, "crossover": crossover(cost.extra, shape),
+                        "extra": extra, "share": share}
+    return {"unit": cost.unit, "batch": BATCH, "lengths": LENGTHS, "models": result}
 
 
-def draw(result, path, unit, of_what):
+def finding(result):
+    lengths, found, at = result["lengths"], result["models"], result["lengths"].index(2048)
+    small, large = (pick(found.values(), key=lambda m: m["width"]) for pick in (min, max))
+    gram_wins = [name for name, m in found.items() if m["extra"]["gram"][at] < m["extra"]["simultaneous"][at]]
+    extra, share = found["111M"]["extra"], found["111M"]["share"]
+    return (f"Here, in {result['unit']}: simultaneous costs less than gram from {small['crossover']:,.0f} tokens on at width "
+            f"{small['width']}, from {large['crossover']:,.0f} at {large['width']}; at T = 2048 gram costs less for "
+            f"{', '.join(gram_wins) or 'none'}. At 111M simultaneous adds {share['simultaneous'][0]:.2%} to the model's own at "
+            f"T = {lengths[0]} and {share['simultaneous'][-1]:.4%} at {lengths[-1]}, gram {share['gram'][0]:.2%} and "
+            f"{share['gram'][-1]:.0%}; the norm layers alone add 1/{extra['simultaneous'][at] / extra['norm only'][at]:,.0f} "
+            "of what simultaneous adds.")
+
+
+def draw(result, _, path):
     figure, (total, share, cross) = style.panels(3, 16, 5)
-    for key, ax in (("extra", total), ("share", share)):
+    for key, ax, title in (("extra", total, f"Added {result['unit']} per micro-batch of {result['batch']}"),
+                           ("share", share, f"Share of the model's own {result['unit']}")):
         for color, method in zip(style.COLORS, METHODS):
             for name, dashes in (("111M", ":"), ("1.3B", "--"), ("13B", "-")):
                 ax.plot(result["lengths"], result["models"][name][key][method], color=color, ls=dashes,
-                        label=f"{method}, {name}")
-        ax.set(yscale="log", xlabel="sequence length T")
-        style.doublings(ax)
-    total.set_title(f"Added {unit} per micro-batch of {result['batch']}")
-    share.set_title(f"Share of {of_what}")
-    share.legend(ncols=3, fontsize=8)
+                        label=f"{method}, {name}" if ax is share else None)
+        style.dress(ax, title, "sequence length T", x="doublings", yscale="log")
     for name, m in result["models"].items():
         cross.plot(m["width"], m["crossover"], "o", color=style.COLORS[6])
-        if name not in ("70M", "161M"):  # beside 111M there is no room
-            cross.annotate(name, (m["width"], m["crossover"]), xytext=(6, -12), textcoords="offset points")
-    cross.set(title="Length from which simultaneous costs less", xlabel="width", ylabel="crossover, tokens")
-    cross.set_yscale("log", base=2)
-    cross.margins(0.15)
-    style.doublings(cross)
-    style.plain(cross.yaxis)
+        cross.annotate(name, (m["width"], m["crossover"]), xytext=(6, -12), textcoords="offset points")
+    style.dress(cross, "Length from which simultaneous costs less", "width", "doublings", "doublings")
     style.save(figure, path)
 
 
-def smallest_and_largest(result):
-    return [pick(result["models"].values(), key=lambda m: m["width"]) for pick in (min, max)]
-
-
-def experiment(argv, name, doc, paper, formula, own_cost, which, finding, unit, of_what):
-    args, config = parse(argv, name, doc)
-    result = numbers(formula, own_cost, which, args.config)
-    draw(result, write(args, config, paper, finding(result), result), unit, of_what)
+def main(argv=None):
+    for cost in COSTS:
+        def measure(runs, cost=cost):
+            return numbers(cost, runs.args.config), None
+        Experiment(cost.name, __doc__, cost.paper, measure, finding, draw)(argv)
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

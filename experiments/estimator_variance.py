@@ -1,31 +1,73 @@
 """
 The standard error of the noise scale by its two batch sizes (Gray et al. 2024, arXiv 2411.00999, Figure 2)
 
-    python experiments/estimator_variance.py           # simulation, and 2048 gradients at the end of phase_plot.py's run
+    python experiments/estimator_variance.py           # a formula, and 2048 gradients at the end of phase_plot.py's run
     python experiments/estimator_variance.py --config config/gpt_111m.py --device cuda
 
 A noise scale compares |gradient|^2 of batches of B_small examples with that of B_big. Every estimate here reads the same
-examples, cut into steps of B_big and those into batches of B_small; its error is a jackknife over steps. First with Gaussian
-gradients, where truth and error are known, then with a trained model's, at fixed weights.
+examples, cut into steps of B_big and those into batches of B_small; its error is a jackknife over steps. The gradients are a
+trained model's, at fixed weights. Beside it stands the formula for Gaussian gradients, which a test compares with a simulation.
 """
 
-import itertools
 import math
 import sys
 
-import numpy as np
 import torch
-from batch_pairs import halving_tree, jackknife, pairs, simulated, theory
-from common import parse, write
-from phase_plot import FOLDER, SETTINGS, TINY, exact_runs
+from common import Experiment
+from phase_plot import SHARED, exact_runs
 
+import gns
 import sample
 from plots import style
 from trainer import batches, hardware
 
 PAPER = "The paper: for the same examples a smaller B_small always has the lower standard error, and B_big does not matter."
-DIMENSIONS, TRIALS = 64, 400
+DIMENSIONS = 64  # of the Gaussian gradients
 TRUE_GNS = (1.0, 32.0)  # well below B_big, and about the quickstart's at its end
+
+
+# -- estimates from squared norms {k: |mean gradient|^2 of each k consecutive examples}
+
+def jackknife(tr_sigma, sq_norm):
+    """(ratio of means, its standard error) over n steps; Tukey's jackknife for a ratio estimator."""
+    n = len(tr_sigma)
+    without = (tr_sigma.sum() - tr_sigma) / (sq_norm.sum() - sq_norm)
+    return tr_sigma.mean() / sq_norm.mean(), math.sqrt((n - 1) / n * ((without - without.mean()) ** 2).sum())
+
+
+def theory(true_gns, d, n_examples, small, big):
+    """Relative standard error for Gaussian gradients with Sigma = I tr(Sigma)/d, to first order (delta method).
+
+    sq_norm is the mean inner product of different small batches, tr_sigma a sample variance over big/small of them, so
+        N var(sq_norm)  = 4 G.Sigma G + 2 tr(Sigma^2) / (big - small)
+        N var(tr_sigma) = 2 tr(Sigma^2) small / (1 - small/big)
+        N cov           = -N var(tr_sigma) / big
+    With R = tr(Sigma) / |G|^2:  tr(Sigma^2) / |G|^4 = R^2/d,  G.Sigma G / |G|^4 = R/d."""
+    signal = 4 * true_gns + 2 * true_gns**2 / (big - small)
+    noise = 2 * small / (1 - small / big)
+    return math.sqrt((signal + noise + 2 * true_gns * noise / big) / d / n_examples)
+
+
+def pairs(sq_norms, small, big):
+    """(tr_sigma, sq_norm) of each step of `big` examples."""
+    of_small = sq_norms[small].reshape(-1, big // small).mean(1)
+    sq_norm, tr_sigma = gns.unbiased_pair(of_small, sq_norms[big], small, big)
+    return tr_sigma, sq_norm
+
+
+def halving_tree(gradients, top):
+    """The squared norms for k = 1, 2, 4 .. top, of a stream of flat gradients; holds one gradient per k at most."""
+    found, waiting = {2**i: [] for i in range(top.bit_length())}, {}
+    for gradient in gradients:
+        k = 1
+        found[k].append(torch.dot(gradient, gradient))
+        while k in waiting:  # the other half of 2k examples
+            gradient = (waiting.pop(k) + gradient) / 2
+            k *= 2
+            found[k].append(torch.dot(gradient, gradient))
+        if k < top:
+            waiting[k] = gradient
+    return {k: torch.stack(values).double().cpu().numpy() for k, values in found.items()}
 
 
 def model_gradients(run, config, n_examples):
@@ -41,25 +83,18 @@ def model_gradients(run, config, n_examples):
         yield torch.cat([g.flatten().float() for g in torch.autograd.grad(loss, list(model.parameters()))])
 
 
+# -- errors by batch sizes
+
 def grid(top):
     """(B_small, B_big): every B_small at the largest B_big, and B_small = 1 at every B_big."""
     sizes = [2**i for i in range(top.bit_length())]
     return [(small, top) for small in sizes[:-1]] + [(1, big) for big in sizes[1:-1]]
 
 
-def simulation(n_examples, top, trials):
-    """Relative errors by true noise scale: the spread over trials (half of the range of the middle 68%, since a ratio
-    has tails), the jackknife's median, and the formula's."""
-    rng, rows = np.random.default_rng(0), []
-    for true_gns in TRUE_GNS:
-        draws = [simulated(true_gns, DIMENSIONS, n_examples, top, rng) for _ in range(trials)]
-        for small, big in grid(top):
-            estimates, errors = zip(*(jackknife(*pairs(draw, small, big)) for draw in draws))
-            rows.append({"true_gns": true_gns, "small": small, "big": big, "mean": float(np.mean(estimates)) / true_gns,
-                         "error": float(np.subtract(*np.quantile(estimates, (0.84, 0.16)))) / 2 / true_gns,
-                         "jackknife": float(np.median(errors)) / true_gns,
-                         "theory": theory(true_gns, DIMENSIONS, n_examples, small, big)})
-    return rows
+def gaussian(n_examples, top):
+    """Relative errors for Gaussian gradients, by true noise scale."""
+    return [{"true_gns": true_gns, "small": small, "big": big, "error": theory(true_gns, DIMENSIONS, n_examples, small, big)}
+            for true_gns in TRUE_GNS for small, big in grid(top)]
 
 
 def on_model(sq_norms, top):
@@ -73,79 +108,47 @@ def on_model(sq_norms, top):
     return rows
 
 
-def at(rows, small, big, key="error"):
-    return next(row[key] for row in rows if (row["small"], row["big"]) == (small, big))
+def varied(rows, what):
+    """The rows along one of the two sizes, "small" at the largest big, "big" at small = 1."""
+    top = max(r["big"] for r in rows)
+    return sorted((r for r in rows if (r["big"] == top if what == "small" else r["small"] == 1)), key=lambda r: r[what])
 
 
-def unharmed(rows, size, within=1.25):
-    """Going away from the first of the rows: the last `size` ("small" or "big") up to which errors stay within that factor."""
-    return list(itertools.takewhile(lambda row: row["error"] <= within * rows[0]["error"], rows))[-1][size]
+def measure(runs):
+    n_examples, top = (64, 8) if runs.args.tiny else (2048, 128)
+    run, = exact_runs(runs, 1)
+    gradients = model_gradients(run, runs.config, n_examples)
+    return {"examples": n_examples, "dimensions": DIMENSIONS, "gaussian": gaussian(n_examples, top),
+            "model": on_model(halving_tree(gradients, top), top)}, None
 
 
-def by_small(rows, top):
-    return sorted((r for r in rows if r["big"] == top), key=lambda r: r["small"])
+def finding(result):
+    data = [*([r for r in result["gaussian"] if r["true_gns"] == true] for true in TRUE_GNS), result["model"]]
+    model, largest = result["model"][0], varied(result["model"], "small")[-1]["small"]
+
+    def over_best(what, i):
+        """The error at one end of a size over that of B_small = 1 at the largest B_big."""
+        return ", ".join(f"{varied(rows, what)[i]['error'] / varied(rows, 'small')[0]['error']:.1f}" for rows in data)
+    return (f"Here: by the formula with noise scales of {TRUE_GNS[0]:g} and {TRUE_GNS[1]:g} and on the model (noise scale "
+            f"{model['gns']:.3g}), at B_big = {model['big']}, B_small = {largest} has {over_best('small', -1)} times the error "
+            f"of B_small = 1; at B_small = 1, B_big = 2 has {over_best('big', 0)} times the error of {model['big']}.")
 
 
-def by_big(rows):
-    return sorted((r for r in rows if r["small"] == 1), key=lambda r: -r["big"])
-
-
-def finding(model, low, high, top):
-    """low, high: simulated rows of the two noise scales. On the model an error may go down by its own uncertainty."""
-    data, steps = (low, high, model), by_small(model, top)
-    better = [b["small"] for a, b in zip(steps, steps[1:]) if b["error"] < a["error"] - a["error_uncertainty"]]
-    cost, big_cost = ([at(rows, *pair) / at(rows, 1, top) for rows in data] for pair in ((top // 2, top), (1, 2)))
-    small_free = ", ".join(str(unharmed(by_small(rows, top), "small")) for rows in data)
-    big_free = ", ".join(str(unharmed(by_big(rows), "big")) for rows in data)
-    claim = "a larger B_small is clearly better somewhere" if better else "a larger B_small is never clearly better"
-    agrees = ("as the formula for Gaussian gradients has it" if cost[1] < cost[0] and big_cost[1] > big_cost[0] else
-              "says the formula for Gaussian gradients, but not this simulation")
-    return (f"Here: in simulation with noise scales of {TRUE_GNS[0]:g} and {TRUE_GNS[1]:g} and on the model (noise scale "
-            f"{at(model, 1, top, 'gns'):.3g}), at B_big = {top}, B_small = {top // 2} has {cost[0]:.1f}, {cost[1]:.1f} and "
-            f"{cost[2]:.1f} times the error of B_small = 1; {claim} on the model, but up to {small_free} it costs at most a "
-            f"quarter; at B_small = 1, B_big = 2 has {big_cost[0]:.1f}, {big_cost[1]:.1f} and {big_cost[2]:.1f} times the "
-            f"error of {top}, and from {big_free} on B_big costs at most a quarter: the larger the noise scale, the less "
-            f"B_small matters and the more B_big, {agrees}.")
-
-
-def draw(simulated_rows, model, top, path):
-    figure, axes = style.pyplot().subplots(1, 2, figsize=(13, 5.3), layout="constrained", sharey=True)
-    for ax, varies, cut in ((axes[0], "small", lambda rows: by_small(rows, top)), (axes[1], "big", by_big)):
+def draw(result, _, path):
+    figure, axes = style.panels(2, 13, 5.3, sharey=True)
+    for ax, varies, other in zip(axes, ("small", "big"), ("at the largest B_big", "at B_small = 1")):
         for color, true_gns in zip(style.COLORS, TRUE_GNS):
-            rows = cut([r for r in simulated_rows if r["true_gns"] == true_gns])
-            x = [r[varies] for r in rows]
-            ax.plot(x, [r["theory"] for r in rows], color=color, label=f"Gaussian, noise scale {true_gns:g}: formula")
-            ax.plot(x, [r["error"] for r in rows], "o", color=color, mfc="white", label="spread over trials")
-            ax.plot(x, [r["jackknife"] for r in rows], "x", color=color, label="jackknife, median")
-        rows = cut(model)
+            rows = varied([r for r in result["gaussian"] if r["true_gns"] == true_gns], varies)
+            ax.plot([r[varies] for r in rows], [r["error"] for r in rows], color=color,
+                    label=f"Gaussian, noise scale {true_gns:g}: formula")
+        rows = varied(result["model"], varies)
         ax.errorbar([r[varies] for r in rows], [r["error"] for r in rows], [r["error_uncertainty"] for r in rows],
-                    color=style.COLORS[2], marker="s", capsize=3,
-                    label=f"model, noise scale {at(model, 1, top, 'gns'):.3g}: jackknife")
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        style.plain(ax.xaxis)
-        ax.yaxis.set_major_formatter(lambda v, _: f"{100 * v:g}%")
-        ax.yaxis.set_minor_formatter(lambda v, _: f"{100 * v:g}%" if f"{v:.0e}"[0] in "25" else "")
-        ax.set_xlabel(f"B_{varies}")
-    axes[0].set_title(f"Relative standard error by B_small (B_big = {top})")
-    axes[1].set_title("and by B_big (B_small = 1)")
-    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+                    color=style.COLORS[2], marker="s", capsize=3, label="model: jackknife")
+        style.dress(ax, f"Relative standard error by B_{varies}, {other}", f"B_{varies}", "doublings", "log")
     style.save(figure, path)
 
 
-def main(argv=None):
-    args, config = parse(argv, "estimator_variance", __doc__, settings=SETTINGS, tiny=TINY, folder=FOLDER)
-    n_examples, top, trials = (64, 8, 20) if args.tiny else (2048, 128, TRIALS)
-    run, = exact_runs(config, args, seeds=[0])
-    simulated_rows = simulation(n_examples, top, trials)
-    model = on_model(halving_tree(model_gradients(run, config, n_examples), top), top)
-    low, high = ([r for r in simulated_rows if r["true_gns"] == g] for g in TRUE_GNS)
-    path = write(args, config, PAPER, finding(model, low, high, top),
-                 {"examples": n_examples, "dimensions": DIMENSIONS, "trials": trials, "simulation": simulated_rows,
-                  "model": model})
-    draw(simulated_rows, model, top, path)
-    return 0
-
+main = Experiment("estimator_variance", __doc__, PAPER, measure, finding, draw, **SHARED)
 
 if __name__ == "__main__":
     sys.exit(main())

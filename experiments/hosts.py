@@ -13,6 +13,7 @@ import sys
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TRAIN = os.path.join(ROOT, "train.py")
 MACHINES = {"one": (1, None), "two": (2, None), "200mbit": (2, "200mbit"), "50mbit": (2, "50mbit")}  # processes, link
+WORDS = {"one": "one process", "two": "two processes", "200mbit": "two hosts, 200 Mbit/s", "50mbit": "two hosts, 50 Mbit/s"}
 HOSTS = ("rightbatch0", "rightbatch1")
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
 

@@ -35,7 +35,7 @@ import ladder_report
 import numpy as np
 import prediction
 from candidates import measure, short
-from common import parse, write
+from common import Experiment
 
 import configurator
 from data.stdlib import prepare as stdlib
@@ -70,9 +70,6 @@ class Rung(NamedTuple):
 
     def __str__(self):
         return f"{self.corpus}_{self.words}_{'tied' if self.tied else 'untied'}_{self.layers}x{self.width}"
-
-    def flops_per_token(self):
-        return 6 * (12 * self.layers * self.width**2 + self.words * self.width)
 
 
 class Complete(NamedTuple):
@@ -228,7 +225,7 @@ class Ladder:
                "cpu_seconds": round(time.process_time() - cpu, 1), **({"seen": merged(seen)} if measured else {})}
         self.runs[key] = run
         self.save()
-        print(f"{time.strftime('%d %H:%M')} {key}: loss {ended(run):.4f}, {run['seconds']:.0f} s; {self.left()}", flush=True)
+        print(f"{time.strftime('%d %H:%M')} {key}: loss {ended(run):.4f}, {run['seconds']:.0f} s", flush=True)
         return run
 
     def save(self):
@@ -258,17 +255,6 @@ class Ladder:
             return None
         steps = {SOURCE: measured["steps"]} | {b: reached(own, ended(measured)) for b, own in ends.items()}
         return Complete(config.block_size, SOURCE, measured, constant, {b: n for b, n in steps.items() if n})
-
-    def left(self):
-        """What remains, in words, by the arithmetic of the runs and the seconds that they took."""
-        done = {str(rung): rung for rung in RUNGS}
-        flops = [(done[key.split("/")[0]].flops_per_token() * run["tokens"], run["seconds"]) for key, run in self.runs.items()
-                 if key.split("/")[0] in done]
-        each = sum(guess(1, b) for b in BATCHES)
-        sweep = 2 * sum(LENGTHS.values()) * each * 1.1 + 3.4 * TUNE * each / self.args.seeds
-        whole = sum(rung.flops_per_token() * TOKENS[rung.words] * sweep * self.args.seeds for rung in self.rungs())
-        rate = sum(f for f, _ in flops) / max(sum(s for _, s in flops), 1e-9)
-        return f"about {log.duration(max(0, whole - sum(f for f, _ in flops)) / rate)} left" if flops else ""
 
     def rungs(self):
         if self.args.tiny:
@@ -336,11 +322,9 @@ def reached(ends, target):
     return math.exp(found) if a - math.log(BEYOND) <= found <= b + math.log(BEYOND) else None
 
 
-def main(argv=None):
-    options = {"--report": dict(action="store_true", help="table and picture of what is there; nothing is run"),
-               "--bpe": dict(default=os.environ.get("R50K"), help="r50k_base.tiktoken; default: the variable R50K"),
-               "--english": dict(help="a folder of *.txt; without it those rungs are left out")}
-    args, config = parse(argv, "ladder", __doc__, seeds=3, settings=SETTINGS, tiny=TINY, options=options)
+def climb(runs):
+    """All runs that are missing, then the numbers of the report."""
+    args, config = runs.args, runs.config
     config.device = hardware.pick_device(config.device)
     if not (args.tiny or args.report or args.bpe):
         sys.exit("error: --bpe: where is r50k_base.tiktoken, whose first merges are the vocabularies?")
@@ -350,10 +334,14 @@ def main(argv=None):
         args.report = True
     numbers = ladder_report.collect({(rung, length): [ladder.length(rung, length, seed) for seed in range(1, args.seeds + 1)]
                                      for rung in ladder.rungs() for length in LENGTHS})
-    ladder_report.draw(numbers["rungs"], write(args, config, PAPER, ladder_report.finding(numbers), {
-        **numbers, "notes": NOTES}))
-    return 0
+    return {**numbers, "notes": NOTES}, None
 
+
+OPTIONS = {"--report": dict(action="store_true", help="table and picture of what is there; nothing is run"),
+           "--bpe": dict(default=os.environ.get("R50K"), help="r50k_base.tiktoken; default: the variable R50K"),
+           "--english": dict(help="a folder of *.txt; without it those rungs are left out")}
+main = Experiment("ladder", __doc__, PAPER, climb, ladder_report.finding, ladder_report.draw, SETTINGS, TINY, seeds=3,
+                  options=OPTIONS)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -152,41 +152,26 @@ def finding(numbers):
 
     def said(name):
         own = result[name]
-        told = " and ".join(f"{e['median_error']:.0%} (worst {e['worst_error']:.0%}) for {words}" for e, words in (
+        told = ", ".join(f"{e['median_error']:.0%} (worst {e['worst_error']:.0%}) for {words}" for e, words in (
             (own["errors"]["x2"], "twice or half the batch"), (own["errors"]["x4"], "four times or a quarter")) if e)
         return (f"`{name}`: the critical batch by the sweep is {own['least']:.2g} to {own['most']:.2g} times one run's mean, "
                 f"and the median error of predicted steps {told}")
     count = log.plural(len({own["rung"] for own in rungs}), "rung")
-    text = (f"Here, on {count}, {log.plural(len(rungs), 'length')} of them in all. Adam's metric over all weights, "
+    return (f"Here, on {count}, {log.plural(len(rungs), 'length')} of them in all. Adam's metric over all weights, "
             f"{said(BEFORE)}. Over all but the tables, {said(AFTER)}.")
-    if len(rungs) < 3:
-        return text
-    steady = min(result, key=lambda name: result[name]["spread"])
-    return (f"{text} The steadiest ratio of all candidates has `{steady}`: {result[steady]['critical_over_mean']:.2g}, with a "
-            f"spread of {result[steady]['spread']:.2g}.")
 
 
-def draw(rungs, path):
+def draw(numbers, _, path):
     """The critical batch by the sweep against one run's noise scale, before and after; small marks are short runs."""
-    figure, axes = style.pyplot().subplots(1, 2, figsize=(9, 4.6), layout="constrained", sharex=True, sharey=True)
-    kinds = [own["rung"].replace(f"_{own['words']}_", ", ").replace("_", " ") for own in rungs]
-    marks = dict(zip(dict.fromkeys(kinds), "osD^vP"))
-    colors = dict(zip(sorted({own["words"] for own in rungs}), style.COLORS))
+    figure, axes = style.panels(2, 9, 4.6, sharex=True, sharey=True)
     for ax, name, title in zip(axes, (BEFORE, AFTER), ("Adam's metric, all weights", "The same without the tables")):
-        for own, kind in zip(rungs, kinds):
+        for own in numbers["rungs"]:
             N, critical = own["means"][name], own["critical"]
             if N and critical:
                 ends = [[critical - (own["low"] or critical / 10)], [(own["high"] or critical * 10) - critical]]
-                ax.errorbar(N, critical, ends, fmt=marks[kind], ms=8 if own["length"] == "long" else 4.5, lw=1,
-                            color=colors[own["words"]], alpha=0.85)
+                ax.errorbar(N, critical, ends, fmt="o", ms=8 if own["length"] == "long" else 4.5, lw=1, alpha=0.85,
+                            label=own["rung"].replace("_", " ") if own["length"] == "short" else None)
         ax.axline((10, 10), (100, 100), color="#888888", lw=1)
-        ax.set(xscale="log", yscale="log", title=title)
-    for words, color in colors.items():
-        axes[0].plot([], [], "o", color=color, label=f"{words:,} words" if words > 256 else "bytes")
-    for kind, mark in marks.items():
-        axes[1].plot([], [], mark, color="#444444", label=kind)
-    for ax in axes:
-        ax.legend(fontsize=9)
-    figure.supxlabel("noise scale of one run at batch 16, in sequences")
-    figure.supylabel("critical batch by the sweep")
+        style.dress(ax, title, "noise scale of one run at batch 16, in sequences", "log", "log")
+    axes[0].set_ylabel("critical batch by the sweep")
     style.save(figure, path)

@@ -12,8 +12,8 @@ which is the paper's, and in the one that Adam steps in.
 import sys
 
 import numpy as np
-from common import parse, write
-from phase_plot import FOLDER, SETTINGS, TINY, exact_runs
+from common import Experiment
+from phase_plot import SHARED, exact_runs
 
 from plots import layers, style
 
@@ -22,72 +22,50 @@ PAPER = ("The paper: the norm layers' noise scale predicts the total's, with a P
 
 
 def over_seeds(per_seed):
-    """[layer_numbers of a run] -> {half-life: {group: mean slope and r over runs; lowest and highest of each, where the
+    """[layers.regressions of a run] -> {half-life: {group: mean slope and r over runs; lowest and highest of each, where the
     slope's are the ends of its 95% intervals}}."""
-    def of(values):
-        key = {k: [v[k] for v in values] for k in values[0]}
-        return {"slope": float(np.mean(key["slope"])), "slope_low": min(key["slope_low"]), "slope_high": max(key["slope_high"]),
-                "r": float(np.mean(key["r"])), "r_low": min(key["r"]), "r_high": max(key["r"])}
+    def of(fits):
+        every = {k: [fit[k] for fit in fits] for k in fits[0]}
+        return {"slope": float(np.mean(every["slope"])), "slope_low": min(every["slope_low"]),
+                "slope_high": max(every["slope_high"]), "r": float(np.mean(every["r"])), "r_low": min(every["r"]),
+                "r_high": max(every["r"])}
     return {h: {g: of([seed[h][g] for seed in per_seed]) for g in per_seed[0][h]} for h in per_seed[0]}
 
 
-def finding(numbers, adam):
-    (short, least), *_, (long, most) = sorted(numbers.items())
-    norm = most["norm"]
-    others = ", ".join(f"{g} {most[g]['r']:.3f}" for g in most if g != "norm")
-    claim = ("so they predict it" if norm["r_low"] > 0.9 else "so they predict it roughly" if norm["r_low"] > 0.7 else
-             "so they do not predict it")
-    more = "smoothing more helps" if norm["r"] > least["norm"]["r"] else "smoothing more does not help"
-    return (f"Here: Pearson r {norm['r']:.3f} ({norm['r_low']:.3f} to {norm['r_high']:.3f} over runs) and slope "
-            f"{norm['slope']:.2f} (95% intervals {norm['slope_low']:.2f} to {norm['slope_high']:.2f}) of the total on the norm "
-            f"layers at a half-life of {long:,} tokens, r {least['norm']['r']:.3f} and slope {least['norm']['slope']:.2f} at "
-            f"{short:,}: {claim}, and {more}; the other groups' r at the longest: {others}; in Adam's metric the norm layers' "
-            "r {r:.3f} ({r_low:.3f} to {r_high:.3f}), slope {slope:.2f} ({slope_low:.2f} to {slope_high:.2f}).".format(
-                **adam[max(adam)]["norm"]))
+def finding(result):
+    (short, least), *_, (long, most) = sorted(result["half_life_tokens"].items())
+    adam, others = result["half_life_tokens_adam"], ", ".join(f"{g} {own['r']:.3f}" for g, own in most.items() if g != "norm")
+    words = "Pearson r {r:.3f} ({r_low:.3f} to {r_high:.3f} over runs), slope {slope:.2f} ({slope_low:.2f} to {slope_high:.2f})"
+    return (f"Here, the total on the norm layers at a half-life of {long:,} tokens: {words.format(**most['norm'])}; r "
+            f"{least['norm']['r']:.3f} at {short:,}; the other groups' r at the longest: {others}; in Adam's metric "
+            f"{words.format(**adam[max(adam)]['norm'])}.")
 
 
-def draw(rows, numbers, adam, path):
-    figure, (over, slope, r) = style.pyplot().subplots(1, 3, figsize=(16, 5), layout="constrained")
-    half_life = sorted(numbers)[len(numbers) // 2]
-    tokens = [row["tokens"] for row in rows]
+def draw(result, rows, path):
+    plain, adam = result["half_life_tokens"], result["half_life_tokens_adam"]
+    figure, (over, slope, r) = style.panels(3, 16, 5)
+    half_life = sorted(plain)[len(plain) // 2]
     for color, group in zip(style.COLORS, layers.groups_of(rows)[0]):
-        scale = layers.smoothed(rows, group, half_life)
-        over.plot(tokens, scale, color=color, label=group, lw=2.4 if group == "total" else 1.5)
-        if group == "norm":
-            over.plot(tokens, scale * numbers[half_life]["norm"]["slope"], color=color, ls=":", label="norm x slope")
-    over.set_title(f"Noise scale, half-life {half_life:,} tokens")
-    over.set_xlabel("tokens")
-    over.set_ylabel("sequences")
-    over.set_ylim(bottom=0)
-    style.counts(over.xaxis)
-    over.legend()
-    layers.draw_fit(slope, numbers, "slope", "Slope of the total on each group")
-    norm = [numbers[h]["norm"] for h in numbers]
-    slope.fill_between(list(numbers), [n["slope_low"] for n in norm], [n["slope_high"] for n in norm], color=style.COLORS[1],
-                       alpha=0.2, lw=0)
-    slope.legend(loc="upper right", ncols=2)
-    slope.axhline(1.94, color="#888888", ls="--", lw=1)
-    slope.annotate("the paper's run, norm: 1.94", (min(numbers), 1.94), xytext=(0, 4), textcoords="offset points",
-                   color="#666666")
-    layers.draw_fit(r, numbers, "r", "Pearson r with the total")
+        over.plot([row["tokens"] for row in rows], layers.smoothed(rows, group, half_life), color=color, label=group)
+    style.dress(over, f"Noise scale, half-life {half_life:,} tokens (sequences)", "tokens", "counts", "zero")
+    slope.axhline(1.94, color="#888888", ls="--", lw=1, label="the paper's run, norm")
     r.plot(list(adam), [groups["norm"]["r"] for groups in adam.values()], "s--", ms=4, color=style.COLORS[1],
            label=f"norm, Adam's metric: slope {adam[max(adam)]['norm']['slope']:.2f}")
-    drawn = [*(own["r"] for groups in numbers.values() for own in groups.values()), *(g["norm"]["r"] for g in adam.values())]
-    r.set_ylim(bottom=min(drawn) - 0.15)  # room for the legend
-    r.legend(loc="lower right")
-    r.fill_between(list(numbers), [n["r_low"] for n in norm], [n["r_high"] for n in norm], color=style.COLORS[1], alpha=0.2,
-                   lw=0)
+    for ax, what, title in ((slope, "slope", "Slope of the total on each group"), (r, "r", "Pearson r with the total")):
+        norm = [groups["norm"] for groups in plain.values()]
+        ax.fill_between(list(plain), [n[f"{what}_low"] for n in norm], [n[f"{what}_high"] for n in norm],
+                        color=style.COLORS[1], alpha=0.2, lw=0)
+        layers.draw_fit(ax, plain, what, title)
     style.save(figure, path)
 
 
-def main(argv=None):
-    args, config = parse(argv, "norm_predicts", __doc__, seeds=3, settings=SETTINGS, tiny=TINY, folder=FOLDER)
-    per_seed = [layers.exact_rows(run) for run in exact_runs(config, args, seeds=range(args.seeds))]
-    numbers, adam = (over_seeds([layers.regressions(rows, metric=metric) for rows in per_seed]) for metric in ("", "_adam"))
-    draw(per_seed[0], numbers, adam, write(args, config, PAPER, finding(numbers, adam), {
-        "seeds": args.seeds, "half_life_tokens": numbers, "half_life_tokens_adam": adam}))
-    return 0
+def measure(runs):
+    per_seed = [layers.exact_rows(run) for run in exact_runs(runs, runs.args.seeds)]
+    plain, adam = (over_seeds([layers.regressions(rows, metric=metric) for rows in per_seed]) for metric in ("", "_adam"))
+    return {"seeds": runs.args.seeds, "half_life_tokens": plain, "half_life_tokens_adam": adam}, per_seed[0]
 
+
+main = Experiment("norm_predicts", __doc__, PAPER, measure, finding, draw, seeds=3, **SHARED)
 
 if __name__ == "__main__":
     sys.exit(main())

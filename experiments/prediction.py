@@ -24,7 +24,7 @@ import statistics
 import sys
 
 import numpy as np
-from common import Runs, parse, write
+from common import Experiment
 
 import configurator
 import gns
@@ -129,16 +129,6 @@ def taken(ends, loss):
     return math.exp(np.interp(-loss, -losses, fine))
 
 
-def doubt(ends):
-    """How far `taken` may be off, as a share of the tokens: the standard error of a final loss's mean over seeds, over the
-    loss's slope in the logarithm of the tokens. None with one seed."""
-    if min(len(losses) for _, losses in ends) < 2:
-        return None
-    error = statistics.fmean(statistics.stdev(losses) / math.sqrt(len(losses)) for _, losses in ends)
-    means = [statistics.fmean(losses) for _, losses in ends]
-    return error / abs((means[-1] - means[0]) / math.log(ends[-1][0] / ends[0][0]))
-
-
 def predictions(runs, best, seeds, ends):
     """[{length, loss, source, batch, seed, key, phases, taken}]: everything that the table is made of; taken in steps."""
     found = []
@@ -207,70 +197,42 @@ def table(found):
     return result
 
 
-def each(found, key):
-    """{"8 to 16": [predicted over taken of every seed and length]}, by one candidate."""
-    result = {}
-    for p in found:
-        if p["key"] == key:
-            result.setdefault(f"{p['source']} to {p['batch']}", []).append(round(ratio(p), 3))
-    return result
-
-
 def finding(result):
-    known = {key: own for key, own in result.items() if own["x2"]}
-    if not known:
-        return "Here: no prediction: the noise scale was undetermined, or no run ended where another did."
-    chosen = "gns/calibrated_adam" if "gns/calibrated_adam" in known else next(iter(known))
-
-    def said(errors):
-        return " and ".join(f"{errors[d]['median_error']:.0%} for {words}" for d, words in (
-            ("x2", "twice or half the batch"), ("x4", "four times or a quarter")) if errors[d])
-    text = f"Here, the median error of predicted tokens and steps: by {chosen}, which a run goes by, {said(known[chosen])}"
-    if known[chosen]["second_half"]["x2"]:
-        text += f" ({said(known[chosen]['second_half'])} in the longer half of the runs)"
-    for key in known:
-        if key != chosen:
-            text += f"; by {key} {said(known[key])}"
-    return f"{text}. The noise scale in {chosen} would have predicted best times {known[chosen]['best_factor']:.2g}."
+    told = []
+    for key, own in result["table"].items():
+        if own["x2"]:
+            far = f", {own['x4']['median_error']:.0%} for four times or a quarter" if own["x4"] else ""
+            told.append(f"by {key} {own['x2']['median_error']:.0%} for twice or half the batch{far} (best with the noise scale "
+                        f"times {own['best_factor']:.2g})")
+    return f"Here, the median error of predicted tokens and steps: {'; '.join(told) or 'no prediction'}."
 
 
-def draw(found, path):
+def draw(_, found, path):
     """Predicted over taken, by candidate, against the distance in batch."""
-    plt = style.pyplot()
-    figure, axes = plt.subplots(2, 3, figsize=(13, 7.5), layout="constrained", sharey=True, sharex=True)
+    figure, axes = style.pyplot().subplots(2, 3, figsize=(13, 7.5), layout="constrained", sharey=True, sharex=True)
     for ax, key in zip(axes.flat, CANDIDATES):
         for color, source in zip(style.COLORS, SOURCES):
-            own = [p for p in found if p["key"] == key and p["source"] == source]
-            ax.plot([p["batch"] / source for p in own], [ratio(p) for p in own], "o", ms=4, alpha=0.6, color=color,
+            those = [p for p in found if p["key"] == key and p["source"] == source]
+            ax.plot([p["batch"] / source for p in those], [ratio(p) for p in those], "o", ms=4, alpha=0.6, color=color,
                     label=f"from batch {source}")
         ax.axhline(1, color="#888888", lw=1)
         ax.axhspan(1 / 1.1, 1.1, color=style.COLORS[2], alpha=0.12, lw=0)
-        ax.set_title(key)
-        ax.set_xscale("log", base=2)
-        ax.set_yscale("log")
-        ax.set_yticks([0.5, 0.7, 0.9, 1.1, 1.4, 2.0], labels=["0.5", "0.7", "0.9", "1.1", "1.4", "2"])
-        ax.minorticks_off()
-        ax.xaxis.set_major_formatter(lambda v, _: f"x {v:g}")
-    axes[0, 0].legend()
+        style.dress(ax, key, x="doublings", y="log")
     figure.supxlabel("batch over that of the run predicted from")
     figure.supylabel("tokens and steps to the same final loss, predicted over taken")
     style.save(figure, path)
 
 
-def main(argv=None):
-    args, config = parse(argv, "prediction", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
-    runs, seeds = Runs(config, args), list(range(1, args.seeds + 1))
+def measure(runs):
+    seeds = list(range(1, runs.args.seeds + 1))
     best, tried = experiment(runs, seeds, tuning_seed=0)
     ends = final_losses(runs, best, seeds)
     found = predictions(runs, best, seeds, ends)
-    result = table(found)
-    path = write(args, config, PAPER, finding(result), {
-        "learning_rate_factors": best, "tuning": tried, "tokens_and_final_losses": ends,
-        "doubt_of_tokens_taken": {b: doubt(own) for b, own in ends.items()}, "table": result,
-        "predicted_over_taken": {key: each(found, key) for key in ("gns/calibrated_adam", "gns/calibrated")}})
-    draw(found, path)
-    return 0
+    return {"learning_rate_factors": best, "tuning": tried, "tokens_and_final_losses": ends,
+            "table": table(found)}, found
 
+
+main = Experiment("prediction", __doc__, PAPER, measure, finding, draw, SETTINGS, TINY, seeds=3)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,12 +10,13 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 import train  # noqa: E402
+from rightbatch.decision import Cost  # noqa: E402
 from trainer.step import TrainingStep  # noqa: E402
 
 
 def main(argv=None):
     fixed, each = map(float, os.environ["STEP_COST"].split(","))
-    given = {"fixed": (fixed,) * 3, "per_sequence": (each,) * 3}
+    given = Cost((fixed,) * 3, (each,) * 3, "given")
     TrainingStep.cost = lambda self: self.timer.estimate() and given  # known as soon as it would be measured
     return train.main(argv)
 

@@ -14,8 +14,7 @@ window, when the change has settled.
 import math
 import sys
 
-import numpy as np
-from common import Runs, parse, write
+from common import Experiment
 
 import gns
 from plots import style
@@ -72,82 +71,59 @@ def exponent(points):
     return mean, mean - error, mean + error
 
 
-def finding(exponents):
-    """What came out, in one sentence; exponents {kind: (p, low, high) or None}."""
-    if None in exponents.values():
-        return "Here: the noise scale is undetermined in some branch; a longer window (max_tokens) would tell."
-    told = ", ".join(f"with {kind}^{p:+.2f} (95% interval {low:+.2f} to {high:+.2f}; temperature {KINDS[kind]:+d})"
-                     for kind, (p, low, high) in exponents.items())
-    moved = [kind for kind, (_, low, high) in exponents.items() if low > 0 or high < 0]
-    moves = {0: "neither moves it", 1: f"only the {(moved or [''])[0]} moves it", 2: "both move it"}[len(moved)]
-    if moved == ["learning rate"]:
-        moves += ", as in the paper"
-    if len(moved) == 2:
-        moves += f", the {max(moved, key=lambda k: abs(exponents[k][0]))} more, unlike the paper"
-    elif moved != ["learning rate"]:
-        moves += ", unlike the paper"
-    return f"Here: the noise scale goes {told}: {moves}."
+def finding(result):
+    told = [f"with {kind}^{own[0]:+.2f} (95% interval {own[1]:+.2f} to {own[2]:+.2f}; temperature {KINDS[kind]:+d})" if own else
+            f"undetermined with {kind}: a longer window (max_tokens) would tell" for kind, own in result["exponents"].items()]
+    return f"Here: the noise scale goes {', '.join(told)}."
 
 
-def draw(path, base_rows, rows, key, seeds, start):
-    """rows {branch: its log} of the first seed; seeds [[numbers of a branch, ...] each]."""
-    figure, (over, end) = style.pyplot().subplots(1, 2, figsize=(12, 5), layout="constrained")
+def draw(result, drawn, path):
+    """drawn: the rows of the base, and {branch: its rows}, of the first seed."""
+    (base_rows, rows), seeds, start = drawn, result["seeds"], result["branch_tokens"]
+    key, (figure, (over, end)) = f"gns/{result['group']}", style.panels(2, 12, 5)
     colors = dict(zip(KINDS, style.COLORS))
     over.plot(*style.series([r for r in base_rows if r["tokens"] > start / 4], key), color="#888888")
     for entry in seeds[0]:
         over.plot(*style.series(rows[entry["branch"]], key), color=colors.get(entry["kind"], "#888888"), label=entry["branch"],
                   ls="--" if entry["factor"] < 1 else "-")
-    over.axvline(start, color="#888888", lw=1, ls=":")
-    over.set_title("Noise scale over the run, first seed (sequences)")
-    over.set_xlabel("tokens")
-    style.counts(over.xaxis)
     for side, kind in zip((-1, 1), KINDS):
         for seed, entries in enumerate(seeds):
             points = sorted((e for e in entries if e["kind"] in (kind, None) and known(e)), key=lambda e: e["factor"])
-            value = np.array([e["gns"] for e in points])
-            error = [value - [e["low"] for e in points], [e["high"] for e in points] - value]
+            error = [[e["gns"] - e["low"] for e in points], [e["high"] - e["gns"] for e in points]]
             apart = 1.03 ** (side * (1 + seed))  # side by side, not over each other
-            end.errorbar([e["factor"] * apart for e in points], value, error, fmt="o-" if seed == 0 else "s-", capsize=3, ms=5,
+            end.errorbar([e["factor"] * apart for e in points], [e["gns"] for e in points], error, fmt="o-", capsize=3, ms=5,
                          color=colors[kind], lw=1.4, label=None if seed else f"{kind}, each seed")
         middle = next(e for e in seeds[0] if e["kind"] is None)
         if known(middle):
             end.plot([0.25, 4], [middle["gns"] * f ** KINDS[kind] for f in (0.25, 4)], color=colors[kind], ls=":",
                      label=f"{kind}, if by temperature")
-    end.set_xscale("log", base=2)
-    end.margins(y=0.25)  # room for the legend
-    style.plain(end.xaxis)
-    end.set_xlabel("factor on the learning rate or the batch")
-    end.set_title("Noise scale at the end, 95% interval")
-    for ax in (over, end):
-        ax.set_yscale("log")
-        style.decades(ax.yaxis)
-        ax.legend(loc="upper left" if ax is over else "upper center")
+    style.dress(over, "Noise scale over the run, first seed (sequences)", "tokens", "counts", "log")
+    style.dress(end, "Noise scale at the end, 95% interval", "factor on the learning rate or the batch", "doublings", "log")
     style.save(figure, path)
 
 
-def main(argv=None):
-    args, config = parse(argv, "temperature", __doc__, seeds=3, settings=SETTINGS, tiny=TINY)
-    runs, kinds = Runs(config, args), branches(config)
+def measure(runs):
+    config, kinds, seeds = runs.config, branches(runs.config), range(runs.args.seeds)
     group = "total" if config.gns == "exact" else "norm"
     start, end = int(BRANCH * config.max_tokens), int((BRANCH + WINDOW) * config.max_tokens)
     common = dict(batch_schedule="constant", eval_tokens=0, checkpoint_tokens=0, log_interval=1)
-    bases = [f"base_seed{seed}" for seed in range(args.seeds)]
-    names = [{kind: f"{kind.replace(' ', '').replace('/', 'd')}_seed{seed}" for kind in kinds} for seed in range(args.seeds)]
-    runs.do({base: dict(common, seed=seed, stop_tokens=start) for seed, base in enumerate(bases)})
-    runs.do({names[seed][kind]: dict(common, seed=seed, stop_tokens=end, branch_from=runs.path(base), **changes)
-             for seed, base in enumerate(bases) for kind, (_, _, changes) in kinds.items()})
-    seeds = [[{"branch": name, "kind": kind, "factor": factor,
-               **window_noise(runs.rows(names[seed][name]), group, (start + end) / 2)}
-              for name, (kind, factor, _) in kinds.items()] for seed in range(args.seeds)]
-    pairs = {kind: [sorted(((e["factor"], e) for e in entries if e["kind"] == kind), key=lambda p: p[0]) for entries in seeds]
-             for kind in KINDS}
-    exponents = {kind: exponent(points) for kind, points in pairs.items()}
-    path = write(args, config, PAPER, finding(exponents), {
-        "exponents": exponents, "temperature_exponents": KINDS, "group": group, "branch_tokens": start, "end_tokens": end,
-        "seeds": seeds})
-    draw(path, runs.rows(bases[0]), {k: runs.rows(names[0][k]) for k in kinds}, f"gns/{group}", seeds, start)
-    return 0
 
+    def name(kind, seed):
+        return f"{kind.replace(' ', '').replace('/', 'd')}_seed{seed}"
+    runs.do({f"base_seed{seed}": dict(common, seed=seed, stop_tokens=start) for seed in seeds})
+    runs.do({name(kind, seed): dict(common, seed=seed, stop_tokens=end, branch_from=runs.path(f"base_seed{seed}"), **changes)
+             for seed in seeds for kind, (_, _, changes) in kinds.items()})
+    found = [[{"branch": word, "kind": kind, "factor": factor,
+               **window_noise(runs.rows(name(word, seed)), group, (start + end) / 2)}
+              for word, (kind, factor, _) in kinds.items()] for seed in seeds]
+    pairs = {kind: [sorted(((e["factor"], e) for e in entries if e["kind"] == kind), key=lambda p: p[0]) for entries in found]
+             for kind in KINDS}
+    numbers = {"exponents": {kind: exponent(points) for kind, points in pairs.items()}, "temperature_exponents": KINDS,
+               "group": group, "branch_tokens": start, "end_tokens": end, "seeds": found}
+    return numbers, (runs.rows("base_seed0"), {kind: runs.rows(name(kind, 0)) for kind in kinds})
+
+
+main = Experiment("temperature", __doc__, PAPER, measure, finding, draw, SETTINGS, TINY, seeds=3)
 
 if __name__ == "__main__":
     sys.exit(main())

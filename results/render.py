@@ -144,8 +144,8 @@ def results_page(results):
 
 def figures_page(results):
     lines = ["# The paper's figures, checked", "", BY, "",
-             "One script in `experiments/` for each figure of Gray et al. 2024 (arXiv 2411.00999). Each prints what the paper",
-             "says and what was found here, whichever way it came out. Here means small models on two CPU cores.", "",
+             "The figures of Gray et al. 2024 (arXiv 2411.00999), each by a script in `experiments/`, which prints what the",
+             "paper says and what was found here, whichever way it came out. Here means small models on two CPU cores.", "",
              "`--tiny` takes seconds. `--config config/gpt_111m.py --device cuda` is for the paper's size: not run yet.",
              "`--seeds` adds seeds. Figures 2, 5 and 7 share one training run per seed, about a minute on one core.",
              "The first of them makes it. Times are for two quiet cores, estimated where runs shared theirs.", "",

@@ -56,13 +56,3 @@ def test_the_window_starts_late_and_the_exponent_is_that_of_the_numbers():
     four = temperature.exponent(4 * [[(0.25, noise(20)), (4, noise(5))]])
     assert four[2] - four[0] == pytest.approx((one[2] - one[0]) / 2), "seeds halve the error"
     assert temperature.exponent([[(0.25, noise(20)), (4, {"gns": None, "low": None, "high": None})]]) is None
-
-
-@pytest.mark.parametrize("rate, batch, words", [
-    ((-0.5, -0.6, -0.4), (0.02, -0.1, 0.14), "only the learning rate moves it, as in the paper"),
-    ((-0.1, -0.3, 0.1), (0.5, 0.4, 0.6), "only the batch moves it, unlike the paper"),
-    ((-0.5, -0.6, -0.4), (0.7, 0.5, 0.9), "both move it, the batch more, unlike the paper"),
-    ((-0.1, -0.3, 0.1), (0.02, -0.1, 0.14), "neither moves it, unlike the paper"),
-    (None, (0.02, -0.1, 0.14), "undetermined")])
-def test_temperature_says_what_moved(rate, batch, words):
-    assert words in temperature.finding({"learning rate": rate, "batch": batch})
