@@ -12,6 +12,7 @@ on top, and the dtype that is asked for; the losses that are compared are of ste
 import contextlib
 import importlib.util
 import io
+import itertools
 import multiprocessing
 import os
 import sys
@@ -22,7 +23,7 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from benchmarks.tools import MODELS, Step, batch_of, plain, quartiles, spread, write_json
+from benchmarks.tools import MODELS, Step, batch_of, interleave, plain, quartiles, spread, write_json
 from configurator import ConfigError
 from model import GPT, GPTConfig
 from system import cores
@@ -36,47 +37,22 @@ NAMES = {"wte": "transformer.wte", "wpe": "transformer.wpe", "h": "transformer.h
 
 
 def their_module(path):
-    """model.py of the checkout, under a name of its own; one line that says what is missing if it is none."""
-    file = os.path.join(path, "model.py")
-    expected = "expected the folder of a nanoGPT checkout, whose model.py has GPT and GPTConfig"
-    if not os.path.isfile(file):
-        raise ConfigError(f"--against={path}: there is no model.py; {expected}")
-    spec = importlib.util.spec_from_file_location("against_model", file)
+    """model.py of the checkout, under a name of its own; one line that says what is wrong if it is none."""
+    spec = importlib.util.spec_from_file_location("against_model", os.path.join(path, "model.py"))
     module = importlib.util.module_from_spec(spec)
     sys.modules["against_model"] = module  # dataclasses look their module up
     try:
         spec.loader.exec_module(module)
+        _ = module.GPTConfig, module.GPT.configure_optimizers
     except Exception as e:
-        raise ConfigError(f"--against={path}: its model.py does not import ({type(e).__name__}: {e}); {expected}") from None
-    missing = [n for n in ("GPT", "GPTConfig") if not hasattr(module, n)]
-    missing += [] if missing or hasattr(module.GPT, "configure_optimizers") else ["GPT.configure_optimizers"]
-    if missing:
-        raise ConfigError(f"--against={path}: its model.py has no {' and no '.join(missing)}; {expected}")
+        raise ConfigError(f"--against={path}: expected the folder of a nanoGPT checkout, whose model.py has GPT and GPTConfig "
+                          f"({type(e).__name__}: {e})") from None
     return module
-
-
-def their_model(path, shape):
-    module = their_module(path)
-    try:
-        return module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=True))
-    except Exception as e:
-        raise ConfigError(f"--against={path}: its GPT cannot be made for {shape} ({type(e).__name__}: {e})") from None
 
 
 def their_names(state):
     """Our state_dict under nanoGPT's names."""
     return {".".join([NAMES[name.split(".")[0]], *name.split(".")[1:]]): value for name, value in state.items()}
-
-
-def load_theirs(model, state, path):
-    wanted = {k: v for k, v in model.state_dict().items() if not k.endswith(".attn.bias")}  # old ones: the causal mask
-    renamed = their_names(state)
-    wrong = sorted(k for k in wanted.keys() | renamed.keys()
-                   if k not in wanted or k not in renamed or wanted[k].shape != renamed[k].shape)
-    if wrong:
-        raise ConfigError(f"--against={path}: its GPT does not have nanoGPT's parameters: {wrong[0]} is missing or has "
-                          f"another shape ({len(wrong)} differ)")
-    model.load_state_dict(renamed, strict=False)
 
 
 def our_side(shape, micro, state, _path, dtype):
@@ -94,8 +70,12 @@ def our_side(shape, micro, state, _path, dtype):
 
 def their_side(shape, micro, state, path, _dtype):
     with contextlib.redirect_stdout(io.StringIO()):  # it reports while it is made
-        model = their_model(path, shape)
-        load_theirs(model, state, path)
+        module = their_module(path)
+        model = module.GPT(module.GPTConfig(**shape, dropout=0.0, bias=True))
+        missing, unexpected = model.load_state_dict(their_names(state), strict=False)
+        wrong = [*unexpected, *(name for name in missing if not name.endswith(".attn.bias"))]  # old ones: the causal mask
+        if wrong:
+            raise ConfigError(f"--against={path}: its GPT does not have nanoGPT's parameters: {wrong[0]}")
         optimizer = model.configure_optimizers(WEIGHT_DECAY, LEARNING_RATE, BETAS, "cpu")
 
     def step(x, y):
@@ -148,25 +128,26 @@ def compare(name, path, dtype, threads, seconds, rounds, turn_seconds=1.0):
 
         def run(side, first, steps):
             return workers[side].submit(take, side, shape, micro, first, steps).result()
+
+        def turns(side):
+            """A variant for interleave: its turns read the batches in order."""
+            first = itertools.count(LOSS_STEPS + 1, steps)
+            return lambda: {"step": run(side, next(first), steps)[0] / steps}
         try:
             for side, own in workers.items():
                 own.submit(start, side, shape, micro, weights, path, dtype, threads).result()
             losses = {side: run(side, 0, LOSS_STEPS)[1] for side in SIDES}
             steps = max(1, round(turn_seconds / max(run(side, LOSS_STEPS, 1)[0] for side in SIDES)))
-            times, first, end = {side: [] for side in SIDES}, LOSS_STEPS + 1, time.perf_counter() + seconds
-            while time.perf_counter() < end or len(times["ours"]) < rounds:
-                for side in SIDES if len(times["ours"]) % 2 else reversed(SIDES):
-                    times[side].append(run(side, first, steps)[0] / steps)
-                first += steps
+            samples = interleave({side: turns(side) for side in SIDES}, seconds, rounds)
         except BrokenProcessPool:
             raise ConfigError("a benchmark process was killed: probably for want of memory") from None
     apart = max(abs(a - b) for a, b in zip(losses["ours"], losses["theirs"]))
-    tokens = micro * shape["block_size"]
-    ratios = [t / o for o, t in zip(times["ours"], times["theirs"])]
-    return {**{side: {**spread(samples), "tokens_per_second": [tokens / t for t in reversed(quartiles(samples))]}
-               for side, samples in times.items()},
-            "ratio": quartiles(ratios), "steps_per_turn": steps, "micro_batch": micro, "shape": shape,
-            "losses": losses, "largest_loss_difference": apart, "losses_agree": apart <= LOSS_TOLERANCE}
+    tokens, times = micro * shape["block_size"], {side: phases["step"] for side, phases in samples.items()}
+    return {**{side: {**spread(own), "tokens_per_second": [tokens / t for t in reversed(quartiles(own))]}
+               for side, own in times.items()},
+            "ratio": quartiles([t / o for o, t in zip(times["ours"], times["theirs"])]), "steps_per_turn": steps,
+            "micro_batch": micro, "shape": shape, "losses": losses, "largest_loss_difference": apart,
+            "losses_agree": apart <= LOSS_TOLERANCE}
 
 
 def table(name, row):
@@ -175,12 +156,10 @@ def table(name, row):
     for side in SIDES:
         low, median, high = row[side]["tokens_per_second"]
         lines.append(f"  {side:8}{median:10.1f} ({low:.1f} to {high:.1f})   {row[side]['median_ms']:9.1f} ms a step")
-    low, median, high = row["ratio"]
-    lines.append(f"  ours / theirs, each round's: {median:.3f} ({low:.3f} to {high:.3f})")
     agree = "agree" if row["losses_agree"] else "DISAGREE"
-    lines.append(f"  losses of the first {LOSS_STEPS} steps, both in float32, {agree}: largest difference "
-                 f"{row['largest_loss_difference']:.1e}, allowed {LOSS_TOLERANCE:.0e}")
-    return "\n".join(lines)
+    return "\n".join([*lines, "  ours / theirs, each round's: {1:.3f} ({0:.3f} to {2:.3f})".format(*row["ratio"]),
+                      f"  losses of the first {LOSS_STEPS} steps, both in float32, {agree}: largest difference "
+                      f"{row['largest_loss_difference']:.1e}, allowed {LOSS_TOLERANCE:.0e}"])
 
 
 def run(args):

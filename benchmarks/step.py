@@ -36,23 +36,21 @@ def arguments(parser):
     parser.add_argument("--out", help="default: results/step.json, step_against.json or step_whole.json")
 
 
+SETTINGS = {"off, torch's norm": dict(mode="off", norm_impl="torch"), "off": dict(mode="off"), "norm": dict(mode="norm"),
+            "norm + adam": dict(mode="norm", adam=True), "exact": dict(mode="exact"),
+            "exact + adam": dict(mode="exact", adam=True),
+            "norm + torch's attention": dict(mode="norm", attention_impl="torch")}
+
+
 def variants_of(name, ranks, dtype, only=None, device="cpu"):
-    shape, micro = MODELS[name]
-    settings = {"off, torch's norm": dict(mode="off", norm_impl="torch"), "off": dict(mode="off"), "norm": dict(mode="norm"),
-                "norm + adam": dict(mode="norm", adam=True), "exact": dict(mode="exact"),
-                "exact + adam": dict(mode="exact", adam=True),
-                "norm + torch's attention": dict(mode="norm", attention_impl="torch")}
-    if only:
-        wanted = only.split(",")
-        unknown = [name for name in wanted if name not in settings]
-        if unknown:
-            raise ConfigError(f"--only={only}: unknown variant '{unknown[0]}', expected some of "
-                              f"{', '.join(list(settings)[1:])}")
-        settings = {name: options for name, options in settings.items() if name == "off, torch's norm" or name in wanted}
-    variants, first = {}, None
-    for variant, options in settings.items():
-        variants[variant] = tools.Step(shape, micro, dtype=dtype, ranks=ranks, like=first, device=device, **options)
-        first = first or variants[variant]
+    """{variant: our step in it}, all on one model."""
+    base, variants = next(iter(SETTINGS)), {}
+    for variant in [base, *(only.split(",") if only else list(SETTINGS)[1:])]:
+        if variant not in SETTINGS:
+            raise ConfigError(f"--only={only}: unknown variant '{variant}', expected some of {', '.join(list(SETTINGS)[1:])}")
+        shape, micro = MODELS[name]
+        variants[variant] = tools.Step(shape, micro, dtype=dtype, ranks=ranks, like=variants.get(base), device=device,
+                                       **SETTINGS[variant])
     return variants
 
 

@@ -11,6 +11,7 @@ step held. "taps": the arithmetic of the norm layers' taps alone, as a share of 
 the machine adds by itself. "watch": a step of watch(model, optimizer) on average, tap and an eighth of what sampling adds.
 """
 
+import contextlib
 import dataclasses
 import statistics
 import time
@@ -63,23 +64,18 @@ def measure(model, seconds, rounds):
     idx = torch.randint(0, VOCABULARY, (B, T), generator=torch.Generator().manual_seed(0))
     variants = steps_of(model, idx)
     samples = {name: s["step"] for name, s in tools.interleave(variants, seconds, rounds).items()}
-    plain = tools.spread(samples["plain"])
-    w = watch(model)
-    alone = {name: sum(tap_seconds(site.norm, name == "fused") for site in w._hooks.norms) for name in ("tap", "fused")}
-    w.close()
-    report = {"plain": {**plain, "peak_mb": peak(variants["plain"])}}
     samples["watch"] = [tap + (sampled - tap) / SAMPLED for tap, sampled in zip(samples["tap"], samples["sampled"])]
+    report = {"plain": tools.spread(samples["plain"])}
     for name in ("noise", "tap", "sampled", "watch", "fused"):
         ratio = tools.paired(samples[name], samples["plain"])
         report[name] = dict(zip(("percent", "percent_q1", "percent_q3"), (100 * (r - 1) for r in ratio.values())))
-    report["sampled"]["peak_mb"] = peak(variants["sampled"])
-    for name in ("tap", "fused"):
-        report[name] |= {"peak_mb": peak(variants[name]), "taps_percent": 100e3 * alone[name] / plain["median_ms"]}
+    for name in ("plain", "tap", "sampled", "fused"):
+        report[name]["peak_mb"] = tools.peak_bytes(variants[name]) / 2**20
+    with contextlib.closing(watch(model)) as w:
+        for name in ("tap", "fused"):
+            alone = sum(tap_seconds(site.norm, name == "fused") for site in w._hooks.norms)
+            report[name]["taps_percent"] = 100e3 * alone / report["plain"]["median_ms"]
     return report
-
-
-def peak(run):
-    return tools.peak_bytes(run) / 2**20
 
 
 def tap_seconds(norm, fused, times=20):
@@ -95,19 +91,14 @@ def cell(row):
     return f"{row['percent']:.1f}% ({row['percent_q1']:.1f} to {row['percent_q3']:.1f})"
 
 
-COLUMNS = ("", "width", "step", "plain again", "tap", "sampled", "watch", "fused", "taps' arithmetic: tap, fused",
-           "peak memory: plain, tap, sampled, fused")
-HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
-
-
-def line(r):
-    """A row of the table, as docs/watch.md shows it."""
+def columns(r):
+    """{head: cell} of a row of the table, as docs/watch.md shows it."""
     base = r["plain"]["peak_mb"]
-    cells = [r["model"], str(r["width"]), f"{r['plain']['median_ms']:.0f} ms",
-             *(cell(r[n]) for n in ("noise", "tap", "sampled", "watch", "fused")),
-             ", ".join(f"{r[n]['taps_percent']:.2f}%" for n in ("tap", "fused")),
-             f"{base:.0f} MB, " + ", ".join(f"{100 * (r[n]['peak_mb'] / base - 1):+.1f}%" for n in ("tap", "sampled", "fused"))]
-    return f"| {' | '.join(cells)} |"
+    grown = ", ".join(f"{100 * (r[n]['peak_mb'] / base - 1):+.1f}%" for n in ("tap", "sampled", "fused"))
+    return {"": r["model"], "width": str(r["width"]), "step": f"{r['plain']['median_ms']:.0f} ms",
+            "plain again": cell(r["noise"]), **{name: cell(r[name]) for name in ("tap", "sampled", "watch", "fused")},
+            "taps' arithmetic: tap, fused": ", ".join(f"{r[n]['taps_percent']:.2f}%" for n in ("tap", "fused")),
+            "peak memory: plain, tap, sampled, fused": f"{base:.0f} MB, {grown}"}
 
 
 def arguments(parser):
@@ -119,13 +110,14 @@ def arguments(parser):
 
 def run(args):
     torch.set_num_threads(1)
-    print(HEAD, flush=True)
     report = []
     for width in map(int, args.widths.split(",")):
         for name, model in models(width):
             report.append({"model": name, "width": width, "layers": LAYERS, "batch": B, "tokens": T,
                            **measure(model, args.seconds, args.rounds)})
-            print(line(report[-1]), flush=True)
+            cells = columns(report[-1])
+            head = [] if len(report) > 1 else [" | ".join(["", *cells, ""]).strip(), "|---" * len(cells) + "|"]
+            print(*head, " | ".join(["", *cells.values(), ""]).strip(), sep="\n", flush=True)
     what = {"watch": "watch on average", "sampled": "watch where it samples", "tap": "a tap on each norm layer alone"}
     largest = {name: max(report, key=lambda r: r[name]["percent"]) for name in what}
     finding = "A step takes at most " + ", ".join(

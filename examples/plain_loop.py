@@ -2,7 +2,6 @@
 watch in a training loop of your own: a small transformer of plain torch learns the bytes of Python's standard library.
 
     python examples/plain_loop.py [--steps=200]
-    python examples/plain_loop.py --gpt2             # transformers' GPT-2 in its place, which has random weights here
 """
 
 import argparse
@@ -31,18 +30,6 @@ class Transformer(nn.Module):
         return self.head(self.blocks(x, mask, is_causal=True))
 
 
-class GPT2(nn.Module):
-    def __init__(self, layers=2, heads=4, vocabulary=256):
-        super().__init__()
-        import transformers
-        self.gpt2 = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=vocabulary, n_positions=T, n_embd=C, n_layer=layers, n_head=heads, resid_pdrop=0.0, embd_pdrop=0.0,
-            attn_pdrop=0.0, bos_token_id=0, eos_token_id=0))
-
-    def forward(self, idx):
-        return self.gpt2(idx).logits
-
-
 def loss_of(model, idx):
     return nn.functional.cross_entropy(model(idx[:, :-1]).flatten(0, 1), idx[:, 1:].flatten())
 
@@ -56,10 +43,9 @@ def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--gpt2", action="store_true")
-    steps, batch, gpt2 = vars(parser.parse_args(argv)).values()
+    steps, batch = vars(parser.parse_args(argv)).values()
     torch.manual_seed(0)
-    data, model = text(), GPT2() if gpt2 else Transformer()
+    data, model = text(), Transformer()
     draw = lambda: torch.stack([data[i:i + T + 1] for i in torch.randint(len(data) - T, (batch // 2,)).tolist()])  # noqa: E731
     print(verify(model, loss_of, draw()))
 

@@ -23,14 +23,6 @@ def test_the_plain_loop_verifies_itself_and_prints_the_noise_scale(capsys):
     assert "A step takes" in out or "too few steps" in out
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
-def test_the_plain_loop_takes_a_model_of_transformers(capsys):
-    w = example("plain_loop").main(["--steps=10", "--gpt2"])
-    out = capsys.readouterr().out
-    assert "gpt2.transformer.h.0.ln_1" in out and out.count(" noise scale ") >= 5
-    assert w.meter.scales["norm"].averages.updates == 10
-
-
 @pytest.mark.skipif(not (importlib.util.find_spec("transformers") and importlib.util.find_spec("accelerate")),
                     reason="transformers and accelerate are not installed")
 def test_the_huggingface_example_logs_the_keys():
