@@ -40,9 +40,11 @@ class Experiment(NamedTuple):
     seeds: int = 1
     folder: str | None = None
     options: dict = {}
+    script: str | None = None  # where it is not called after the experiment
 
     def __call__(self, argv: list[str] | None = None) -> int:
-        args, config = parse(argv, self.name, self.doc, self.seeds, self.settings, self.tiny, self.folder, self.options)
+        args, config = parse(argv, self.name, self.doc, self.seeds, self.settings, self.tiny, self.folder, self.options,
+                             self.script)
         numbers, more = self.measure(Runs(config, args))
         path = write(args, config, self.paper, self.finding(numbers), numbers)
         if self.draw:
@@ -50,7 +52,7 @@ class Experiment(NamedTuple):
         return 0
 
 
-def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None, options=None):
+def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None, options=None, script=None):
     """(args, Config) of an experiment's command line. `settings` are its own on top of the quickstart; a --config given by
     the user replaces both, --key=value comes last. Experiments on the same runs name the same `folder`.
     options: {option of this experiment alone: what argparse wants to know of it}."""
@@ -75,9 +77,9 @@ def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None, optio
         configurator.die(e)
     args.started = time.time()
     known = ["config", "seeds", "name", "out", *(option.removeprefix("--") for option in options or {})]
-    given = [f"--{k}={getattr(args, k)}" for k in known if getattr(args, k) not in (parser.get_default(k), True)
-             and not os.path.isabs(str(getattr(args, k)))]  # a path of this machine alone
-    args.command = " ".join([f"python experiments/{name}.py", *given, *(["--tiny"] if args.tiny else []), *overrides])
+    given = [f"--{k}={v}" for k, v in ((k, getattr(args, k)) for k in known) if v != parser.get_default(k) and v is not True
+             and not os.path.isabs(str(v))]  # a path of this machine alone
+    args.command = " ".join([f"python experiments/{script or name}.py", *given, *(["--tiny"] if args.tiny else []), *overrides])
     return args, config
 
 

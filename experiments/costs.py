@@ -159,7 +159,7 @@ def main(argv=None):
     for cost in COSTS:
         def measure(runs, cost=cost):
             return numbers(cost, runs.args.config), None
-        Experiment(cost.name, __doc__, cost.paper, measure, finding, draw)(argv)
+        Experiment(cost.name, __doc__, cost.paper, measure, finding, draw, script="costs")(argv)
     return 0
 
 

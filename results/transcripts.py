@@ -10,10 +10,12 @@ Numbers, generated text and what follows from the clock differ from machine to m
 
 import argparse
 import contextlib
+import importlib
 import io
 import os
 import pickle
 import re
+import runpy
 import shlex
 import sys
 import tempfile
@@ -100,16 +102,9 @@ def prepare_desk(folder):
 
 def main_of(script):
     """The function behind `python script`."""
-    import runpy
-
-    import export
-    import sample
-    import train
-    from data.text import prepare
-    from examples import plain_loop
-    known = {"train.py": train.main, "sample.py": sample.main, "export.py": export.main, "data/text/prepare.py": prepare.main,
-             "examples/plain_loop.py": lambda argv: plain_loop.main(argv) and 0}
-    return known.get(script) or (lambda argv: runpy.run_path(script) and 0)
+    if not (ROOT / script).exists():
+        return lambda argv: runpy.run_path(script)
+    return importlib.import_module(script.removesuffix(".py").replace("/", ".")).main
 
 
 def run(command):
@@ -125,7 +120,7 @@ def run(command):
             print(f"{type(e).__name__}: {e}")
             code = 1
     lines = [line for line in out.getvalue().strip("\n").split("\n") if not line.startswith("other processes use")]
-    return "\n".join(lines) + (f"\n[exit code {code}]" if code else "")
+    return "\n".join(lines) + (f"\n[exit code {code}]" if isinstance(code, int) and code else "")
 
 
 def page(compared=False):

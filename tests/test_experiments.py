@@ -25,6 +25,7 @@ def test_the_recorded_command_has_the_folder_of_the_runs_where_it_is_another(tmp
     assert common.parse(["--tiny"], "x", "")[0].command == "python experiments/x.py --tiny"
     assert common.parse(["--tiny", "--out=out/y"], "x", "")[0].command == "python experiments/x.py --out=out/y --tiny"
     assert "--out" not in common.parse(["--out=out/y"], "x", "", folder="y")[0].command
+    assert common.parse(["--seeds=1"], "x", "", seeds=3)[0].command == "python experiments/x.py --seeds=1"
     assert "--out" not in common.parse([f"--out={tmp_path}"], "x", "")[0].command, "a folder of this machine alone"
 
 
@@ -48,7 +49,7 @@ def test_the_batch_schedule_experiment_runs_reports_and_is_not_run_twice(tiny, m
     arguments = ("--seeds", "1", "--max_tokens=640")
     result = tiny(batch_schedule, *arguments)
     text = capsys.readouterr().out
-    assert "The paper:" in text and "18%" in text and "constant batch" in text
+    assert "The paper:" in text and "18%" in text and "Against fixed: constant 4: " in text
     assert 4 * 2 + 4 <= len(tiny.runs) == len(set(tiny.runs)) <= 4 * 2 + 5, "a search on seed 0, then seed 1 of each"
     assert list(result["groups"])[0] == "fixed" and {"linear", "gns", "constant 4"} <= set(result["groups"])
     ran = len(tiny.runs)

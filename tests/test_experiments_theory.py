@@ -143,6 +143,7 @@ def test_cost_experiments_report_models_lengths_and_crossovers(tmp_path, monkeyp
     assert costs.main(["--results", str(tmp_path), "--config", os.path.join(ROOT, "config", "wikitext2.py")]) == 0
     flops, moved = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("flop_cost", "io_cost"))
     for result in (flops, moved):
+        assert result["command"].startswith("python experiments/costs.py")
         assert {"70M", "111M", "161M", "1.3B", "wikitext2"} < set(result["models"])
         m = result["models"]["111M"]
         assert all(a < b for a, b in zip(m["extra"]["norm only"], m["extra"]["simultaneous"]))

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -12,7 +13,7 @@ import configurator
 import train
 from configurator import Config, ConfigError
 from system import files
-from tests.helpers import ROOT, TINY, assert_same_run, same_tensors, tree, untimed
+from tests.helpers import ROOT, TINY, as_args, assert_same_run, same_tensors, tree, untimed
 from trainer import checkpoint, log, naming, resume
 
 
@@ -44,16 +45,23 @@ def config_of(folder):
 
 # -- going on with a run
 
+@pytest.fixture(scope="module")
+def whole_and_stopped(tmp_path_factory, tiny_data):
+    """A run, and the same stopped half-way."""
+    folder = tmp_path_factory.mktemp("runs")
+    settings = dict(TINY, dataset=tiny_data, seed=5, dropout=0.1, n_embd=24, learning_rate=1e-3)
+    train.main(as_args({**settings, "out_dir": folder / "whole"}))
+    train.main(as_args({**settings, "out_dir": folder / "stopped", "stop_tokens": 1500}))
+    return folder
+
+
 @pytest.mark.parametrize("command", [lambda out: [f"--out_dir={out}", "--resume=True"], lambda out: [str(out)],
                                      lambda out: [f"--out_dir={out}", "--resume"], lambda out: [f"{out}/"],
                                      lambda out: [f"--out_dir={out}", "--resume=auto"]])
-@pytest.mark.slow
-def test_a_run_knows_its_settings_and_goes_on_bit_for_bit(tmp_path, tiny_args, command):
-    settings = dict(seed=5, dropout=0.1, n_embd=24, learning_rate=1e-3)
-    train.main(tiny_args(out_dir=tmp_path / "whole", **settings))
-    train.main(tiny_args(out_dir=tmp_path / "stopped", stop_tokens=1500, **settings))
-    assert train.main(command(tmp_path / "stopped")) == 0
-    assert_same_run(tmp_path / "whole", tmp_path / "stopped")
+def test_a_run_knows_its_settings_and_goes_on_bit_for_bit(whole_and_stopped, tmp_path, command):
+    stopped = shutil.copytree(whole_and_stopped / "stopped", tmp_path / "stopped")
+    assert train.main(command(stopped)) == 0
+    assert_same_run(whole_and_stopped / "whole", stopped)
 
 
 def test_what_was_typed_is_checked_against_what_may_change(tmp_path, tiny_args, capsys):
