@@ -146,10 +146,10 @@ class NoiseScale:
         interval = ratio_interval(self.tr_sigma, self.sq_norm, max(v_ss, 0.0), v_sg, max(v_gg, 0.0), z)
         return interval and (max(interval[0], 0.0), max(interval[1], 0.0))
 
-    def triple(self):
+    def triple(self) -> tuple[float, float, float] | None:
         """(noise scale, low, high), or None while undetermined."""
-        interval = self.interval()
-        return interval and (self.gns, *interval)
+        value, interval = self.gns, self.interval()
+        return None if value is None or interval is None else (value, *interval)
 
     def state_dict(self):
         return self.averages.state_dict()

@@ -11,7 +11,7 @@ import contextlib
 import importlib
 import sys
 
-from rightbatch.watch import watch
+from rightbatch.watch import Watch, watch
 
 
 def WatchCallback(**options):
@@ -30,7 +30,15 @@ class Callback:
     """What both frameworks have in common: a Watch while training goes on, and its state before and behind."""
 
     def __init__(self, **options):
-        self.options, self.w, self.saved = options, None, None
+        self.options, self.saved = options, None
+        self.w: Watch | None = None
+
+    @property
+    def watching(self) -> Watch:
+        """The Watch of a training that has begun."""
+        if self.w is None:
+            raise RuntimeError("WatchCallback watches nothing before training begins")
+        return self.w
 
     def start(self, model, optimizer=None, scaler=None):
         self.stop()
@@ -49,7 +57,7 @@ class Callback:
 
     def numbers(self):
         """What is determined by now: loggers take no None."""
-        return {key: value for key, value in self.w.row(all_ranks=True).items() if value is not None}
+        return {key: value for key, value in self.watching.row(all_ranks=True).items() if value is not None}
 
     def on_train_end(self, *args, **kwargs):
         self.stop()
@@ -61,10 +69,10 @@ class HuggingFace(Callback):
         self.start(model, optimizer, getattr(optimizer, "scaler", None))
 
     def on_step_begin(self, args, state, control, **kwargs):
-        self.w.start()
+        self.watching.start()
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.w.step()
+        self.watching.step()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if self.w and logs and "loss" in logs:  # of training, not of an evaluation
@@ -77,7 +85,7 @@ class HuggingFace(Callback):
 
 
 class Lightning(Callback):
-    opened = None  # w.batch of the batch at work
+    opened: contextlib.ExitStack | None = None  # w.batch of the batch at work
 
     def on_train_start(self, trainer, module):
         self.start(module, None, getattr(trainer.precision_plugin, "scaler", None))
@@ -85,14 +93,14 @@ class Lightning(Callback):
     def on_train_batch_start(self, trainer, module, batch, index):
         """A LightningModule's training_step is called, not the module: what its input is, the batch says."""
         self.close_batch()  # of one that another callback skipped
-        self.w.start()
+        self.watching.start()
         self.opened = contextlib.ExitStack()
-        self.opened.enter_context(self.w.batch(batch))
+        self.opened.enter_context(self.watching.batch(batch))
 
     def on_before_optimizer_step(self, trainer, module, optimizer):
         """Not by the optimizer's own hook: Lightning runs backward inside of optimizer.step."""
-        self.w.attach(optimizer)
-        self.w.step_if_begun()
+        self.watching.attach(optimizer)
+        self.watching.step_if_begun()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, index):
         self.close_batch()

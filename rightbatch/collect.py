@@ -94,7 +94,8 @@ class Collector:
         """(S,) whether they are measured, the share of their rows, the weights that they stand for."""
         weights = [float(sum(site.shapes[name].numel() for name in site.trained)) for site in sites]
         if sites[0].norm is not None:
-            return like.new_ones(0), None, like.new_full((1,), sum(weights))
+            nothing = like.new_ones(0)
+            return nothing, nothing, like.new_full((1,), sum(weights))
         return torch.tensor([[float(site.name not in self.left_out) for site in sites],
                              [site.count / site.height for site in sites], weights]).to(like, non_blocking=True)
 

@@ -22,7 +22,7 @@ class CrossCheck:
     # -- on the device, during a step
 
     def begin(self):
-        self.held = None  # the gradient accumulated so far
+        self.held: list[torch.Tensor] = []  # the gradient accumulated so far
         self.micro_sq = self.rank_sq = None  # mean squared norms of the gradients of micro-batches, of this process
 
     def take(self, accum):
@@ -30,21 +30,21 @@ class CrossCheck:
         grads = [p.grad for p in self.parameters]
         sq = squares(grads) * accum**2  # of the micro-batch's own mean
         self.micro_sq = sq / accum if self.micro_sq is None else self.micro_sq + sq / accum
-        if self.held is None:
-            self.held = grads
-        else:
+        if self.held:
             torch._foreach_add_(self.held, grads)
+        else:
+            self.held = grads
         for p in self.parameters:
             p.grad = None
 
     def release(self):
         """After the last micro-batch: the step's gradient goes back to the parameters."""
-        if self.world > 1:
+        if self.world > 1 and self.average:
             self.rank_sq = squares(self.held)  # of this process's own mean
             self.average(self.held)
         for p, held in zip(self.parameters, self.held):
             p.grad = held
-        self.held = None
+        self.held = []
 
     def record(self, loss_scale):
         """To be summed over processes."""

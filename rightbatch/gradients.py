@@ -5,6 +5,7 @@ B examples, T positions, C channels, n numbers per example: weight, then bias.
 """
 
 import torch
+from torch.nn.grad import conv1d_weight, conv2d_weight
 
 
 def norm_rows(norm, dy, x, batch_dim, segments):
@@ -87,7 +88,7 @@ def convolution_rows(module, own, g, x):
     if groups > 1 and own is not None:  # each row with the input channels of its own group
         x = x.unflatten(1, (groups, -1)).index_select(1, own // (module.out_channels // groups)).flatten(1, 2)
         groups = k
-    weight_grad = torch.nn.grad.conv1d_weight if x.dim() == 3 else torch.nn.grad.conv2d_weight
+    weight_grad = conv1d_weight if x.dim() == 3 else conv2d_weight
     gradient = weight_grad(x.reshape(1, -1, *x.shape[2:]), (B * k, *module.weight.shape[1:]), g.reshape(1, -1, *g.shape[2:]),
                            module.stride, module.padding, module.dilation, B * groups)
     return gradient.view(B, -1)

@@ -81,12 +81,11 @@ class Hooks:
 
     def leaf(self, site, like):
         """Made for the device that the model is on when it is used; a compiled model's are made before it is traced."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        fits = site.leaf is not None and (site.leaf.device, site.leaf.dtype) == (like.device, dtype)
-        if not fits or len(site.leaf) != taps.length(site.size):
-            site.leaf = taps.new_leaf(site.size, dtype, like.device)
-            site.leaf.register_post_accumulate_grad_hook(self.gradient_came)
-        return site.leaf
+        leaf, dtype, n = site.leaf, torch.promote_types(like.dtype, torch.float32), taps.length(site.size)
+        if leaf is None or (leaf.device, leaf.dtype) != (like.device, dtype) or len(leaf) != n:
+            leaf = site.leaf = taps.new_leaf(site.size, dtype, like.device)
+            leaf.register_post_accumulate_grad_hook(self.gradient_came)
+        return leaf
 
     def tap(self, site, use, module, args, kwargs, y):
         """Forward hook of a layer: pass its output through Tap. use: the site itself or one of its twins."""

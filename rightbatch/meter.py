@@ -41,8 +41,8 @@ class Meter:
     def add(self, pairs: dict, tokens: float, sampled: dict | None = None) -> None:
         """Take a step into the averages. pairs: {name: (sq_norm, tr_sigma)}; sampled: {metric: (pair of the body, pair of the
         norm layers)} of a step that sampled rows."""
-        for name, pair in pairs.items():
-            self.scale(name).update(*pair, tokens)
+        for name, (sq_norm, tr_sigma) in pairs.items():
+            self.scale(name).update(sq_norm, tr_sigma, tokens)
         for metric in {**self.calibrations, **(sampled or {})}:
             if f"norm{metric}" in pairs:
                 both = (sampled or {}).get(metric, ())

@@ -49,7 +49,9 @@ class Passes:
         """opening: called where a pass begins, but not in a compiled model. The other options are those of watch."""
         self.facts, self.batch_dim, self.opening = inputs.facts_of(model), batch_dim, opening
         self.lengths, self.token_mean = lengths, token_mean
-        self.current, self.next_lengths, self.next_segments = Pass(), None, None
+        self.current = Pass()
+        self.next_lengths: torch.Tensor | None = None
+        self.next_segments: tuple | None = None
         self.opened = False  # since the last step
         self.calls, self.hidden = 0, []  # calls of the model at work; passes with layers to be called again
 
@@ -71,8 +73,10 @@ class Passes:
         if not torch.compiler.is_compiling():
             self.opening()
         first = inputs.first_input(given)
-        B = None if first is None else first.shape[self.batch_dim]
-        tokens = 0 if first is None else first.numel() if not first.is_floating_point() else B
+        B, tokens = None, 0
+        if first is not None:
+            B = first.shape[self.batch_dim]
+            tokens = B if first.is_floating_point() else first.numel()
         lengths, segments, self.next_lengths, self.next_segments = self.next_lengths, self.next_segments, None, None
         if lengths is None and self.lengths == "auto":
             lengths = inputs.lengths_of(self.facts, given, B, segments)

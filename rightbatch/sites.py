@@ -55,8 +55,8 @@ class Site:
     @property
     def trained(self):
         """{name: parameter}, weight first."""
-        own = self.module._parameters
-        return {name: own[name] for name in self.shapes if own.get(name) is not None and own[name].requires_grad}
+        own = [(name, self.module._parameters.get(name)) for name in self.shapes]
+        return {name: p for name, p in own if p is not None and p.requires_grad}
 
     @property
     def parameters(self):

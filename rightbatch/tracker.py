@@ -95,7 +95,9 @@ class Tracker:
         chosen = chosen.to(self.device, non_blocking=True)
         of_site = chosen.unbind()
         pairs = [(name, of_site[site]) for name, site in self.row_parameters]
-        flat = self.weights and self.row_metric([(self.parameters[name], own) for name, own in pairs])
+        flat = None
+        if self.weights and self.row_metric:
+            flat = self.row_metric([(self.parameters[name], own) for name, own in pairs])
         metrics = None if flat is None else {name: part.view(self.per_weight, *self.parameters[name].shape[1:])
                                              for (name, _), part in zip(pairs, flat.split(self.row_sizes))}
         return {"rows": chosen, "pairs": pairs, "flat": flat, "metrics": metrics}
@@ -134,17 +136,17 @@ class Tracker:
             part = self.weights[0]
             grads = [local(self.parameters[name].grad) for name in part]
             record["param_psq"] = weighted_sq(grads, list(part.values())) / self.copies  # of the watched parameters alone
-        if self.sampled:
-            record["rows_big"] = self.rows_of_gradient() / self.copies
+        if self.sampled and self.sample:
+            record["rows_big"] = self.rows_of_gradient(self.sample) / self.copies
         self.weights = self.sample = None  # as large as the model in exact mode
         return record
 
-    def rows_of_gradient(self):
+    def rows_of_gradient(self, sample):
         """(1 or 2 metrics, parameters): squared norms of the sampled rows of the step's gradient, of this process's part."""
         parts = [rows.picked(local(p.grad), own, p.shape[0], self.rank, self.world).flatten()
-                 for name, own in self.sample["pairs"] for p in [self.parameters[name]]]
+                 for name, own in sample["pairs"] for p in [self.parameters[name]]]
         squares = torch.cat(parts).float().square_()
-        weighed = [squares] if self.sample["flat"] is None else [squares, squares * self.sample["flat"]]
+        weighed = [squares] if sample["flat"] is None else [squares, squares * sample["flat"]]
         return torch.stack([part for flat in weighed for part in torch._foreach_norm(flat.split(self.row_sizes), 1)])
 
     def in_order(self, taken):

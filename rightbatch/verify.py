@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from rightbatch import inputs
+from rightbatch.recognise import WatchError
 from rightbatch.watch import watch
 
 
@@ -53,7 +54,10 @@ def verify(model: torch.nn.Module, loss_fn: Callable, batch, examples: int = 8, 
     tensors in a dict, list or tuple, with the examples in dimension `batch_dim`; the first few are used. `options` go to
     watch."""
     dim = options.get("batch_dim", 0)
-    n = min(examples, inputs.first_input(inputs.leaves(batch)).shape[dim])
+    first = inputs.first_input(inputs.leaves(batch))
+    if first is None:
+        raise WatchError("verify: the batch has no tensor with examples")
+    n = min(examples, first.shape[dim])
     modes, state = {m: m.training for m in model.modules()}, [p.grad for p in model.parameters()]
     model.eval()
     try:
@@ -76,7 +80,7 @@ def compare(model, loss_fn, batch, dim, n, options):
     finally:
         w.close()
     shares = torch.full((n,), 1 / n) if lengths is None else (lengths / lengths.sum()).cpu()
-    squares, sums = [0.0] * len(measured), [0.0] * len(measured)
+    squares, sums = [0.0] * len(measured), [torch.zeros((), dtype=torch.float64)] * len(measured)
     for b in range(n):
         model.zero_grad(set_to_none=True)
         (loss_fn(model, cut(batch, dim, b, 1), *more) * float(shares[b])).backward()

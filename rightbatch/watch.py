@@ -247,7 +247,7 @@ class Watch:
             counts = taps.Counts(*(next(flat) for _ in range(taps.HEAD)))
             self._absorb(step, counts, {name: (next(flat), next(flat)) for name in step.names})
 
-    def _absorb(self, step, counts, numbers):
+    def _absorb(self, step: Closed, counts: taps.Counts, numbers: dict[str, tuple[float, float]]) -> None:
         """One step. A step that cannot be measured leaves the averages as they are."""
         coverage, B = numbers.pop("coverage", None), counts.examples
         reported = [name for name in numbers if self._direct or name.startswith("norm")]
@@ -278,7 +278,7 @@ class Watch:
         self.meter.add({name: pairs[name] for name in reported}, counts.tokens, sampled)
         self._quantum = max(1, round(B * self._ranks.world() / counts.passes))
         if step.events:
-            self._clock.timer.absorb_hooks(step.events, counts.passes / self._ranks.world(), B, counts.tokens)
+            self._clock.running().absorb_hooks(step.events, counts.passes / self._ranks.world(), B, counts.tokens)
 
     @property
     def last(self) -> Last | None:
