@@ -32,7 +32,7 @@ def seconds_of(train_arguments):
     """Seconds of a whole run, as its log has them."""
     with tempfile.TemporaryDirectory() as folder:
         process([sys.executable, TRAIN, *train_arguments, f"--out_dir={folder}/run"], " ".join(["train.py", *train_arguments]))
-        return [row for row in log.read(f"{folder}/run") if "train/loss" in row][-1]["seconds"]
+        return log.steps(log.read(f"{folder}/run"))[-1]["seconds"]
 
 
 def run(args):

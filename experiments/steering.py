@@ -118,7 +118,7 @@ def step_times(name, args, config, turn):
             name=f"untracked{batch}_{turn}", batch_schedule="constant", batch_size=batch,
             max_tokens=steps * batch * config.block_size, warmup_tokens=0, log_interval=EVERY, gns="off",
             gns_calibrate=False, eval_iters=8))
-        first, *_, last = [r for r in rows if "train/loss" in r and r["step"] >= 2 * EVERY]
+        first, *_, last = [r for r in log.steps(rows) if r["step"] >= 2 * EVERY]
         found[batch] = (last["seconds"] - first["seconds"]) / (last["step"] - first["step"])  # hiccups and all, as in a run
     print(f"{name}: seconds of a step, {turn}: {', '.join(f'{b}: {t:.4f}' for b, t in found.items())}", flush=True)
     return found
@@ -126,7 +126,7 @@ def step_times(name, args, config, turn):
 
 def summary(rows):
     """What became of a run of gns."""
-    steps = [r for r in rows if "train/loss" in r]
+    steps = log.steps(rows)
     return {"tokens": steps[-1]["tokens"], "steps": steps[-1]["step"], "seconds": steps[-1]["seconds"],
             "loss": [r["val/loss"] for r in rows if "val/loss" in r][-1], "walk": walk_of(steps)}
 
@@ -198,7 +198,7 @@ def checked(name, args, config, batch, times):
     tokens = round(config.max_tokens * STEERED[name][0])
     rows = real(name, args.out, config, {"name": f"check{batch}", "gns_calibrate": False,
                                          **prediction.constant_batch(batch, tokens, FACTOR, 1, "off", config)})
-    last = [r for r in rows if "train/loss" in r][-1]
+    last = log.steps(rows)[-1]
     return {"batch": batch, "steps": last["step"], "seconds": last["seconds"], "priced": last["step"] * times[batch]}
 
 

@@ -39,7 +39,7 @@ def run_settings(config, out, name, accum):
 def train(config, out, name, accum):
     """One run; its log."""
     hosts.train(name, run_settings(config, out, name, accum))
-    return [r for r in log.read(out) if "train/loss" in r]
+    return log.steps(log.read(out))
 
 
 def throughput(config, out):

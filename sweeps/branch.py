@@ -91,7 +91,7 @@ def dry_run(args, config, factors, at, base):
 def steps_of(folder):
     """The logged steps of a run; none where there is no log."""
     try:
-        return [r for r in log.read(folder) if "train/loss" in r]
+        return log.steps(log.read(folder))
     except OSError:
         return []
 
