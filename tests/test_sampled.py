@@ -1,6 +1,7 @@
 """Sampled rows in watch: the whole model's noise scale against a float64 loop over single examples."""
 
 import importlib.util
+import math
 
 import pytest
 import torch
@@ -337,4 +338,6 @@ def test_hugging_faces_trainer_has_the_right_batch_within_100_steps(name, config
                          gradient_accumulation_steps=4, max_grad_norm=1.0, learning_rate=1e-4, logging_steps=20)
     trainer.train()
     row = [line for line in trainer.state.log_history if "loss" in line][-1]
-    assert row["right_batch/time"] and row["gns"] == row["gns/calibrated_adam"] and row["gns/coverage_percent"] == 100
+    N, t0, t1 = row["gns"], row["step_time/fixed_ms"], row["step_time/per_sequence_ms"]
+    assert abs(row["right_batch/time"] - max(4, math.sqrt(N * t0 / t1))) < 4 and row["right_batch/tokens"] == 4
+    assert t0 > 0 and t1 > 0 and N == row["gns/calibrated_adam"] and row["gns/coverage_percent"] == 100

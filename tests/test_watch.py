@@ -32,13 +32,14 @@ def check_last(w, q, big, B, rtol=1e-5, h=None):
 # -- a step
 
 
-def test_a_step_says_what_the_loop_says():
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_a_step_of_any_number_of_micro_batches_says_what_the_loop_says(micro):
     model, idx = plain(), ids()
-    q, big = pair_of(truth_of(model, idx), NORMS)
     w = watch(model)
-    model(idx).backward()
+    for part in idx.split(4 // micro):
+        (model(part) / micro).backward()
     w.step()
-    assert (w.last.examples, w.last.small, w.last.big) == (4, pytest.approx(4 * q, rel=1e-5), pytest.approx(big, rel=1e-5))
+    check_step(w, truth_of(model, idx), NORMS)
 
 
 def test_the_row_is_the_unbiased_pair_of_the_steps_averaged():
@@ -77,16 +78,6 @@ def test_help_shows_every_option():
     options = inspect.signature(watch).parameters
     assert list(options)[:3] == ["model", "optimizer", "mode"] and options["half_life_tokens"].default == 250_000
     assert all(f"\n    {name} " in watch.__doc__ for name in options)
-
-
-def test_micro_batches_add_up_to_the_step():
-    model, idx = plain(), ids(batch=6)
-    q, big = pair_of(truth_of(model, idx), NORMS)
-    w = watch(model)
-    for part in idx.split(2):
-        (model(part) / 3).backward()
-    w.step()
-    check_last(w, q, big, 6)
 
 
 def test_print_says_the_noise_scale_with_its_interval():
@@ -150,22 +141,29 @@ def hooks_of(model, optimizer):
             "_backward_hooks", "_forward_hooks_with_kwargs")] + [len(optimizer._optimizer_step_pre_hooks)]
 
 
-def test_evaluation_between_backward_passes_changes_nothing():
-    model, idx = plain(), ids()
-    w = watch(model)
-    loss = model(idx)
+def evaluate(model):
     with torch.no_grad():
         model(ids(5, batch=7))
-    loss.backward()
-    w.step()
-    check_last(w, *pair_of(truth_of(model, idx), NORMS), 4)
 
 
-def test_a_forward_pass_without_backward_does_not_count():
+def average(model):
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    averaged(ids(3)).backward()
+
+
+def forward_alone(model):
+    model(ids(3))
+
+
+@pytest.mark.parametrize("between", [evaluate, average, forward_alone])
+def test_what_else_is_done_with_the_model_changes_nothing(between):
     model, idx = plain(), ids()
     w = watch(model)
-    model(ids(3))
-    model(idx).backward()
+    between(model)
+    loss = model(idx)
+    between(model)
+    loss.backward()
     w.step()
     check_last(w, *pair_of(truth_of(model, idx), NORMS), 4)
 
@@ -656,17 +654,6 @@ def test_a_step_that_grad_scaler_skips_leaves_nothing_for_the_next(options):
     w.row()
     assert scaler.get_scale() == 512 and w.skipped == 1 and w.steps == 2
     assert (w.last.small, w.last.big) == (pytest.approx(4 * q, rel=1e-4), pytest.approx(big, rel=1e-4))
-
-
-def test_an_average_of_weights_is_not_watched():
-    model, idx = plain(), ids()
-    w = watch(model)
-    average = torch.optim.swa_utils.AveragedModel(model)
-    model(idx).backward()
-    average.update_parameters(model)
-    average(ids(3)).backward()
-    w.step()
-    check_last(w, *pair_of(truth_of(model, idx), NORMS), 4)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -74,25 +74,16 @@ class ByName(nn.Module):
         return self.inner(input=x)
 
 
-PAIRS = {
-    "T5": ("T5ForConditionalGeneration", "T5Config", dict(
-        vocab_size=64, d_model=32, d_kv=16, d_ff=48, num_layers=1, num_heads=2, pad_token_id=0, eos_token_id=2,
-        decoder_start_token_id=0, tie_word_embeddings=True)),
-    "BART": ("BartForConditionalGeneration", "BartConfig", dict(
-        vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=2, forced_eos_token_id=None))}
-
-
 @needs("transformers")
-@pytest.mark.parametrize("kind", PAIRS)
-def test_the_body_of_an_encoder_and_decoder_of_different_lengths_agrees(kind):
-    name, config, settings = PAIRS[kind]
-    model, generator = hf(name, config, **settings), torch.Generator().manual_seed(0)
+def test_the_body_of_an_encoder_and_decoder_of_different_lengths_agrees():
+    generator = torch.Generator().manual_seed(0)
+    model = hf("BartForConditionalGeneration", "BartConfig", vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=1,
+               encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=48, decoder_ffn_dim=48,
+               max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2,
+               forced_eos_token_id=None)
     batch = {"input_ids": torch.randint(3, 64, (4, 12), generator=generator),
              "labels": torch.randint(3, 64, (4, 9), generator=generator)}
-    w = watch(model, mode="exact")
-    check(model, batch, w, body(model))
+    check(model, batch, watch(model, mode="exact"), body(model))
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d(4, 6, 3, 2, 1), nn.Conv2d(4, 6, (2, 3), dilation=2, groups=2, bias=False),

@@ -8,7 +8,7 @@ import torch
 from rightbatch import gns, watch
 from rightbatch.decision import Cost, Decision, Noise, right_batch
 from rightbatch.step_time import WARM_UP, StepTime, from_hooks
-from tests.watching import TINY, Plain, hf, ids, needs, plain, trainer_of
+from tests.watching import Plain, ids, needs, plain
 
 
 @pytest.fixture
@@ -284,20 +284,3 @@ def test_a_model_that_adam_steps_in_part_has_no_whole_in_adams_metric():
     w.step()
     assert "gns/norm_adam" in w.row() and "gns/body_adam" not in w.row()
     assert "noise scale of the whole model is" in str(w.whatif())
-
-
-# -- in a trainer's own log
-
-
-@needs("transformers", "accelerate")
-def test_the_decision_is_in_huggingface_trainers_log(tmp_path):
-    from rightbatch import WatchCallback
-    model = hf("LlamaForCausalLM", "LlamaConfig", **TINY)
-    rows = [{"input_ids": row} for row in (3 + ids(batch=128, V=4)).tolist()]  # few of the tokens: something to learn
-    callback = WatchCallback(half_life_tokens=1e9)
-    trainer = trainer_of(tmp_path, model, rows, callback, max_steps=16, per_device_train_batch_size=4, learning_rate=1e-4)
-    trainer.train()
-    row = [line for line in trainer.state.log_history if "loss" in line][-1]
-    N, t0, t1 = row["gns"], row["step_time/fixed_ms"], row["step_time/per_sequence_ms"]
-    assert row["gns"] == row["gns/calibrated_adam"] and t0 > 0 and t1 > 0
-    assert abs(row["right_batch/time"] - max(4, math.sqrt(N * t0 / t1))) < 4 and row["right_batch/tokens"] == 4
