@@ -20,8 +20,8 @@ import argparse
 import sys
 
 from benchmarks import attention, gpu, kernel, overlap, step, tracking, triton_compile, watch
-from configurator import ConfigError, die
-from trainer import output
+from system import output
+from system.errors import ConfigError, die
 
 # command: what it measures, the file that does; each has arguments(parser) and run(args)
 COMMANDS = {

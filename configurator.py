@@ -20,21 +20,14 @@ import difflib
 import json
 import math
 import os
-import re
-import sys
 import types
 from dataclasses import dataclass, field
 
 import schedule
 from rightbatch.decision import OBJECTIVES
-from trainer.optimizer import OPTIMIZERS
+from system.errors import ConfigError, short
 
 DEFAULT_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", "quickstart.py")
-
-
-class ConfigError(Exception):
-    """One line for the user: which key, which value, what to do about it."""
-
 
 # whether a key may change in the life of a run. A branch may change the batch, the learning rate and what goes with them
 FIXED, BRANCH, FREE = CHANGES = ("fixed", "branch", "free")
@@ -46,8 +39,6 @@ UP_TO_A_MILLION = (lambda v: 1 <= v <= 2**20, "must be at least 1 and at most 2^
 NOT_NEGATIVE = (lambda v: v >= 0, "must not be negative")
 ABOVE_0 = (lambda v: v > 0, "must be above 0")
 BELOW_1 = (lambda v: 0 <= v < 1, "must be at least 0 and below 1")
-NAME_LENGTH = 60  # characters of a run's folder: what is longer says "more", and config.json has it
-HERE_ONLY = ("out_dir", "resume", "stop_tokens")  # of one start alone: a run that goes on does not take them from its folder
 LIMIT = 2**63  # of whole numbers: what files and torch hold
 
 
@@ -90,7 +81,7 @@ class Config:
                     ("exact", "tanh"))
     tie_weights: bool = opt(True, FIXED, "one matrix for token embedding and head, as in GPT-2")
     cos_attn: tuple = opt((), FIXED, "blocks with cosine attention, e.g. (1,): bounds the logits where bf16 diverges")
-    spectral_qkv: tuple = opt((), FIXED, "blocks whose QKV matrix is divided by its spectral norm: the other cure")
+    spectral_qkv: tuple = opt((), FIXED, "blocks whose QKV matrix is divided by its spectral norm: bounds the logits, too")
     activation_checkpointing: str = opt("none", FREE, "block recomputes each block in backward: less memory, a third more "
                                                       "compute", ("none", "block"))
     # -- batch
@@ -119,7 +110,7 @@ class Config:
     batch_shrink: bool = opt(False, BRANCH, "for gns: may the batch also shrink; off because the noise scale grows in most "
                                             "runs")
     # -- optimisation; everything is counted in tokens, since steps change size
-    optimizer: str = opt("adamw", FIXED, "muon: Muon for the blocks' matrices, AdamW for the rest", tuple(OPTIMIZERS))
+    optimizer: str = opt("adamw", FIXED, "muon: Muon for the blocks' matrices, AdamW for the rest", ("adamw", "muon"))
     max_tokens: int = opt(2_500_000, BRANCH, "the end of the run: about two minutes on two CPU cores", valid=AT_LEAST_1)
     warmup_tokens: int = opt(125_000, BRANCH, "linear from 0; 5% is ample at this size", valid=NOT_NEGATIVE)
     decay_tokens: int = opt(0, BRANCH, "where the learning rate reaches min_lr; 0 = max_tokens", valid=NOT_NEGATIVE)
@@ -220,52 +211,34 @@ def unknown_key(name, where):
 
 def coerce(name, value, where):
     """The value in its key's type. Integers do for floats, whole floats (1e6) for integers, nothing else is bent."""
-    f = FIELDS[name]
-    choices = f.metadata["choices"]
-    shown = short(value)
-    if f.type in (str, "str"):
-        if isinstance(value, bool) and choices and str(value) in choices:
-            value = str(value)  # resume=True in a file is the boolean
-        if not isinstance(value, str):
-            raise ConfigError(f"{where}: {name}={shown} must be a string")
-        if "\0" in value:
-            raise ConfigError(f"{where}: {name}={shown} must not hold a NUL character")
-        if choices and value not in choices:
-            if name == "resume" and os.path.isdir(value):
-                raise ConfigError(f"{where}: resume={shown}: the run folder goes alone: python train.py {value}")
-            near = difflib.get_close_matches(value, choices, n=1)
-            raise ConfigError(f"{where}: {name}={shown} must be one of {', '.join(choices)}"
-                              + (f"; did you mean {near[0]}?" if near else ""))
+    kind, choices, given = FIELDS[name].type, FIELDS[name].metadata["choices"], value
+
+    def need(ok, expected):
+        if not ok:
+            raise ConfigError(f"{where}: {name}={short(given)} must {expected}")
+
+    if kind is str:
+        value = str(value) if isinstance(value, bool) and choices else value  # resume=True in a file is the boolean
+        need(isinstance(value, str), "be a string")
+        need("\0" not in value, "not hold a NUL character")
+        if name == "resume" and os.path.isdir(value) and value not in choices:
+            raise ConfigError(f"{where}: resume={short(value)}: the run folder goes alone: python train.py {value}")
+        near = "".join(f"; did you mean {choice}?" for choice in difflib.get_close_matches(value, choices or (), n=1))
+        need(not choices or value in choices, f"be one of {', '.join(choices or ())}{near}")
         return value
-    if f.type in (bool, "bool"):
-        if not isinstance(value, bool):
-            raise ConfigError(f"{where}: {name}={shown} must be True or False")
+    if kind is bool:
+        need(isinstance(value, bool), "be True or False")
         return value
-    if f.type in (tuple, "tuple"):
-        value = (value,) if isinstance(value, int) and not isinstance(value, bool) else value
-        if not isinstance(value, (tuple, list)) or not all(type(v) is int for v in value):
-            raise ConfigError(f"{where}: {name}={shown} must be a tuple of block numbers such as (1,) or (0, 2)")
+    if kind is tuple:
+        value = (value,) if type(value) is int else value
+        need(isinstance(value, (tuple, list)) and all(type(v) is int for v in value),
+             "be a tuple of block numbers such as (1,) or (0, 2)")
         return tuple(value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        whole = "a whole number such as 200, 50k, 1.5M or 2B" if f.type in (int, "int") else "a number"
-        raise ConfigError(f"{where}: {name}={shown} must be {whole}")
-    finite = abs(value) < (LIMIT if isinstance(value, int) else math.inf)  # NaN is not
-    if f.type in (int, "int"):
-        if not finite or value != int(value) or abs(value) >= LIMIT:
-            raise ConfigError(f"{where}: {name}={shown} must be a whole number below 2^63")
-        return int(value)
-    if not finite:
-        raise ConfigError(f"{where}: {name}={shown} must be a finite number")
-    return float(value)
-
-
-def short(value):
-    """repr, with its middle left out where it is long."""
-    try:
-        text = repr(value)
-    except Exception as e:  # a number of more digits than Python prints; an object of a config file
-        return f"<{type(value).__name__}: {type(e).__name__}>"
-    return text if len(text) <= 100 else f"{text[:60]} ... {text[-20:]}"
+    need(type(value) in (int, float), "be a whole number such as 200, 50k, 1.5M or 2B" if kind is int else "be a number")
+    if kind is int:
+        need(abs(value) < LIMIT and value == int(value), "be a whole number below 2^63")  # NaN is not
+    need(abs(value) < (LIMIT if type(value) is int else math.inf), "be a finite number")
+    return kind(value)
 
 
 def read_file(path):
@@ -278,12 +251,11 @@ def read_file(path):
     except UnicodeError as e:
         raise ConfigError(f"config file {path}: is not UTF-8 text ({e.reason})") from None
     except OSError as e:
-        near = [f"config/{f}" for f in difflib.get_close_matches(os.path.basename(path), _config_files(), n=1, cutoff=0.4)]
-        folder = os.path.dirname(path)
-        if not path.endswith(".py") and folder and os.path.isdir(folder):  # a run folder, misspelt
-            near = [os.path.join(folder, f) for f in difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=1)]
-        kind = "config file" if path.endswith(".py") else "config file or run folder"
-        raise ConfigError(f"{kind} {path}: {e.strerror}" + (f"; did you mean {near[0]}?" if near else "")) from None
+        is_file, folder = path.endswith(".py"), os.path.dirname(path)
+        folder, shown = (folder, folder) if not is_file and os.path.isdir(folder) else (os.path.dirname(DEFAULT_FILE), "config")
+        near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=1, cutoff=0.4)
+        raise ConfigError(f"config file{'' if is_file else ' or run folder'} {path}: {e.strerror}"
+                          + "".join(f"; did you mean {os.path.join(shown, name)}?" for name in near)) from None
     namespace = {name: f.default for name, f in FIELDS.items()}
     try:
         exec(compile(source, path, "exec"), namespace)
@@ -318,6 +290,14 @@ def read_facts(folder):
     return checked(items, path), facts
 
 
+def read_run(folder):
+    """The Config of a run folder."""
+    try:
+        return Config(**read_facts(folder)[0])
+    except FileNotFoundError:
+        raise ConfigError(f"{folder}: no readable config.json there: is it a run of train.py?") from None
+
+
 def checked(items, path):
     """{key: value} of the settings that a file holds, those of ours, each of its key's type and in its range."""
     settings = {key: coerce(key, value, path) for key, value in items if key in FIELDS}
@@ -325,50 +305,7 @@ def checked(items, path):
     return settings
 
 
-def _config_files():
-    folder = os.path.dirname(DEFAULT_FILE)
-    return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
-
-
 # -- the command line
-
-def parse(argv, processes=1):
-    """The checked Config of a command line, for a run of so many processes."""
-    return parse_named(argv, processes)[0]
-
-
-def parse_named(argv, processes=1):
-    """(Config, name) of [config file or run folder] [--key=value ...]. The name is for the run's folder; None where one is
-    given."""
-    given, typed = read_arguments(argv)
-    if len(given) > 1:
-        raise ConfigError(f"one config file or run folder at most, got {' '.join(given)} (options are --key=value)")
-    run = known_run(given, typed)
-    if run:
-        branches = run == typed.get("branch_from")
-        values, name = of_run(run, typed, branches), None
-        if branches and "out_dir" not in typed:
-            name = os.path.basename(os.path.normpath(run))
-    else:
-        file = given[0] if given else DEFAULT_FILE
-        values, name = read_file(file), os.path.splitext(os.path.basename(file))[0]
-        if typed.get("out_dir", values["out_dir"]):
-            name = None
-        else:
-            values["out_dir"] = os.path.join("out", name)
-    if name:
-        name = run_name(name, {k: v for k, v in typed.items() if v != values[k]})
-    if not run:
-        values |= of_pretrained(values, typed)
-    config, short_note = shorten(Config(**values | typed), typed)
-    check_values(config)
-    config, note = fit(config, processes, typed)
-    check_batches(config, processes)
-    if os.environ.get("RANK", "0") == "0":
-        for words in filter(None, (short_note, note, without_effect(config, typed), cost_unseen(config, processes))):
-            print(words, flush=True)
-    return config, name
-
 
 def read_arguments(argv):
     """([config file or folder], {key: value typed})."""
@@ -395,42 +332,38 @@ def joined(argv, others=()):
     out, rest = [], list(argv)
     while rest:
         arg = rest.pop(0)
-        name, eq, _ = arg[2:].partition("=")
+        name, eq, value = arg[2:].partition("=")
         name = name.replace("-", "_")
         if not arg.startswith("--") or name not in FIELDS and name not in others:
             out.append(arg)
             continue
-        if not eq:
-            follows = rest[0] if rest and not rest[0].startswith("--") else None
-            if name in FIELDS and is_switch(name):
-                choices = [*TRUE, *FALSE, *(c.lower() for c in FIELDS[name].metadata["choices"] or ())]
-                value = rest.pop(0) if follows and follows.lower() in choices else "True"
-            elif follows is None:
-                out.append(f"--{name}")  # which is said where it is read
-                continue
-            else:
-                value = rest.pop(0)
-            out.append(f"--{name}={value}")
-        else:
-            out.append(f"--{name}={arg.partition('=')[2]}")
+        follows = not eq and rest and not rest[0].startswith("--")
+        if not eq and is_switch(name):
+            eq, value = "=", rest.pop(0) if follows and rest[0].lower() in switch_words(name) else "True"
+        elif follows:
+            eq, value = "=", rest.pop(0)
+        out.append(f"--{name}{eq}{value}")  # without a value: read_arguments says so
     return out
 
 
 def is_switch(name):
     """Whether --key alone means True."""
-    return FIELDS[name].type in (bool, "bool") or "True" in (FIELDS[name].metadata["choices"] or ())
+    return name in FIELDS and (FIELDS[name].type is bool or "True" in (FIELDS[name].metadata["choices"] or ()))
+
+
+def switch_words(name):
+    return [*TRUE, *FALSE, *(choice.lower() for choice in FIELDS[name].metadata["choices"] or ())]
 
 
 def from_text(name, text):
-    """What was typed, as coerce() takes it. What is no such thing stays text: coerce says what was expected."""
+    """What was typed, as coerce() takes it. Other text than the key's type has stays text: coerce says what was expected."""
     kind, choices, word = FIELDS[name].type, FIELDS[name].metadata["choices"], text.strip().lower()
-    if kind in (bool, "bool") or choices and "True" in choices:
-        if word in TRUE + FALSE:
-            return word in TRUE
-    if kind in (str, "str"):
+    if is_switch(name) and word in TRUE + FALSE:
+        return word in TRUE
+    if kind is str:
         word = OTHER_WORDS.get(name, {}).get(word, word)
         return next((c for c in choices or () if c.lower() == word), text)
-    if kind in (int, "int") and word[-1:] in ("k", "m", "b"):
+    if kind is int and word[-1:] in ("k", "m", "b"):
         try:
             return schedule.parse_count(word[:-1] + {"k": "k", "m": "M", "b": "B"}[word[-1]])
         except ValueError:
@@ -439,164 +372,6 @@ def from_text(name, text):
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
         return text
-
-
-# -- a run that goes on
-
-def known_run(given, typed):
-    """The run folder whose settings this command starts from, or None: the one that is named, the one that is resumed, or the
-    one that is branched from."""
-    if typed.get("out_dir") == "":
-        del typed["out_dir"]
-    if given and os.path.isdir(given[0]):
-        wrong = [f"--{key}={typed[key]}" for key in ("out_dir", "branch_from") if key in typed]
-        wrong += ["--resume=False"] if typed.get("resume") == "False" else []
-        if wrong:
-            raise ConfigError(f"{given[0]} is a run to go on with, which {wrong[0]} contradicts: leave one out; a new run from "
-                              f"its checkpoint is python train.py --branch_from={given[0]}")
-        if not os.path.isfile(os.path.join(given[0], "config.json")):
-            raise ConfigError(f"{given[0]} is a folder without config.json, so no run of train.py: give a config file or a run "
-                              "folder")
-        typed |= {"out_dir": itself(given[0]), "resume": "True"}
-        return typed["out_dir"]
-    if given:
-        return None
-    out_dir, resume = typed.get("out_dir"), typed.get("resume", "False")
-    if out_dir and resume != "False" and holds_settings(out_dir):
-        return out_dir
-    source = typed.get("branch_from")
-    return source if source and holds_settings(source) else None
-
-
-def itself(folder):
-    """The folder behind a link such as out/latest."""
-    folder = folder.rstrip("/") or folder
-    return os.path.normpath(os.path.join(os.path.dirname(folder), os.readlink(folder))) if os.path.islink(folder) else folder
-
-
-def holds_settings(folder):
-    """Whether a run has begun there: settings and a checkpoint."""
-    return os.path.isfile(os.path.join(folder, "config.json")) and any(
-        re.fullmatch(r"ckpt(\.\d+)?\.pt", name) for name in os.listdir(folder))
-
-
-def of_pretrained(values, typed):
-    """What init_from says about the model. Typed keys must agree with it."""
-    source = typed.get("init_from", values["init_from"])
-    if source == "scratch":
-        typed["init_from"] = source = ""
-    if not source:
-        return {}
-    if source == "resume":
-        raise ConfigError("init_from='resume': go on with a run by python train.py out/run, or --resume=True")
-    from trainer import huggingface  # it needs this module
-    shape, positions = huggingface.settings(source)
-    wrong = [key for key in shape if key in typed and typed[key] != shape[key]]
-    if wrong:
-        raise ConfigError(f"{wrong[0]}={typed[wrong[0]]!r}: init_from={source!r} has {shape[wrong[0]]!r}: leave it out")
-    if typed.get("block_size", values["block_size"]) > positions:
-        raise ConfigError(f"block_size={typed.get('block_size', values['block_size'])}: init_from={source!r} knows {positions} "
-                          f"positions: take at most {positions}")
-    return shape
-
-
-def of_run(folder, typed, branches):
-    """The settings with which a run goes on or branches. A longer run ends its schedules where they ended, so that all before
-    is as it was."""
-    old = read_run(folder)
-    values = vars(old) | {key: FIELDS[key].default for key in HERE_ONLY}
-    if branches:
-        return values | {"branch_from": ""}
-    if typed.get("max_tokens", 0) > old.max_tokens:
-        values |= {key: getattr(old, key) or old.max_tokens for key in ("decay_tokens", "batch_tokens")}
-    return values
-
-
-def read_run(folder):
-    """The Config of a run folder."""
-    try:
-        return Config(**read_facts(folder)[0])
-    except FileNotFoundError:
-        raise ConfigError(f"{folder}: no readable config.json there: is it a run of train.py?") from None
-
-
-def run_name(base, changed):
-    """A folder's name from that of the config and {key: value} on top of it. What only says where or how to run is left out."""
-    name, parts = base, [f"-{key}={name_part(value)}" for key, value in changed.items()
-                         if FIELDS[key].metadata["change"] != FREE]
-    for part in parts:
-        if len(name + part) > NAME_LENGTH:
-            return name + "-more"
-        name += part
-    return name
-
-
-def name_part(value):
-    if isinstance(value, str):
-        value = os.path.basename(value.rstrip("/"))
-    elif isinstance(value, float):
-        value = f"{value:g}"
-    elif isinstance(value, tuple):
-        value = ",".join(map(str, value))
-    elif isinstance(value, int) and not isinstance(value, bool):
-        value = next((f"{value // size}{letter}" for letter, size in reversed(schedule.SUFFIXES.items())
-                      if value and value % size == 0), value)
-    return re.sub(r"[^A-Za-z0-9._+,-]", "_", str(value))
-
-
-def shorten(c, typed):
-    """(config, words or None): a run that was made shorter than its warm-up gets a warm-up of a twentieth."""
-    if "max_tokens" not in typed or "warmup_tokens" in typed or c.warmup_tokens < c.max_tokens:
-        return c, None
-    fits = c.max_tokens // 20
-    words = f"warmup_tokens={c.warmup_tokens} is taken as {fits}: a twentieth of a run of {c.max_tokens} tokens"
-    return dataclasses.replace(c, warmup_tokens=fits), words
-
-
-def without_effect(c, typed):
-    """Words about what was typed for another batch schedule than the one that is chosen; None if there is no such thing."""
-    meant = {"batch_steps": ("steps",), "batch_file": ("file",),
-             "batch_size_start": [name for name, kind in schedule.SCHEDULES.items() if "batch_size_start" in kind.keys]}
-    meant |= {key: ("gns",) for key in FIELDS if key.startswith(("batch_gns_", "batch_objective", "batch_shrink"))}
-    idle = [key for key in meant if key in typed and c.batch_schedule not in meant[key]]
-    return f"{', '.join(idle)}: without effect under batch_schedule={c.batch_schedule}" if idle else None
-
-
-def cost_unseen(c, processes):
-    """Words where the controller cannot see what communication costs, so that it would hold its batch for ever; else None."""
-    quantum = c.micro_batch_size * processes
-    if (c.batch_schedule, c.batch_objective, c.parallel) != ("gns", "time", "fsdp") or processes == 1:
-        return None
-    if c.batch_size_start > quantum:
-        return None
-    return (f"batch_size_start={c.batch_size_start}: one micro-batch a step. Under parallel=fsdp its communication cannot be "
-            f"told from its computation, so the batch will stay too small: --batch_size_start={2 * quantum} shows it")
-
-
-def fit(c, processes, typed):
-    """(config, words for the user or None): settings whose batches come out whole on so many processes. The batches are what
-    is computed, the micro-batch only how, so it is the micro-batch that gives way: a run is the same on one device and on
-    eight. Only a first batch too small to be shared is rounded up. What was typed is taken as it is."""
-    kind, new = schedule.kind(c), {}
-    quantum, chosen = c.micro_batch_size * processes, "micro_batch_size" in typed
-    if processes == 1:
-        return c, None
-    if "batch_size_start" in kind.keys and "batch_size_start" not in typed:
-        unit = quantum if chosen else processes
-        new["batch_size_start"] = -(-c.batch_size_start // unit) * unit
-    sizes = said(lambda: kind.sizes(dataclasses.replace(c, **new)))
-    share = math.gcd(*(-(-size // processes) for size in sizes))  # a batch that cannot be shared is the check's to name
-    if share and not chosen:
-        new["micro_batch_size"] = max(m for m in range(1, c.micro_batch_size + 1) if share % m == 0)
-    new = {key: value for key, value in new.items() if value != getattr(c, key)}
-    if not new:
-        return c, None
-    taken = " and ".join(f"{key}={getattr(c, key)} is taken as {value}" for key, value in new.items())
-    words = f"{taken}: batches of {', '.join(map(str, sorted(set(sizes))))} are then whole on {processes} processes"
-    if "micro_batch_size" in new and kind.keys:
-        larger = " ".join(f"--{key}={schedule.to_quanta(getattr(c, key), quantum)}" for key in kind.keys)
-        words += f"; {larger} would keep micro_batch_size={c.micro_batch_size}"
-    return dataclasses.replace(c, **new), words
 
 
 def check(c, processes=1):
@@ -638,7 +413,7 @@ def batch_schedule(c, quantum, saved=None):
 
 
 def said(function):
-    """function(); what it finds wrong is the user's one line."""
+    """function(); what schedule.py finds wrong is the user's one line."""
     try:
         return function()
     except ValueError as e:
@@ -662,40 +437,8 @@ COMMANDS = {
 def help_text():
     lines = [(__doc__ or "").strip(), "", "Keys. A run keeps each value for good, unless it says otherwise:"]
     for name, f in FIELDS.items():
-        default = f"{f.default!r}"
         choices = f" [{' | '.join(f.metadata['choices'])}]" if f.metadata["choices"] else ""
         change = CHANGE_WORDS[f.metadata["change"]]
-        lines.append(f"  --{name}={default}{choices} {change}".rstrip() + f"\n        {f.metadata['why']}")
-    lines += ["", "Instead of training:"]
-    for option, why in COMMANDS.items():
-        lines.append(f"  {option}\n        {why}")
+        lines.append(f"  --{name}={f.default!r}{choices} {change}".rstrip() + f"\n        {f.metadata['why']}")
+    lines += ["", "Instead of training:", *(f"  {option}\n        {why}" for option, why in COMMANDS.items())]
     return "\n".join(lines)
-
-
-OUT_OF_MEMORY = ("can't allocate", "cannot allocate memory", "out of memory", "not enough memory", "bad_alloc",
-                 "storage size calculation overflowed", "invalid shape dimension", "could not create a primitive")
-
-
-def explain(error):
-    """The one line for a failure that is not a bug: wrong input, a disk that is full or not writable, too little memory. None
-    for a bug."""
-    if isinstance(error, ConfigError):
-        return str(error)
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename or ''}".rstrip(": ")
-    if isinstance(error, UnicodeEncodeError):  # a path, in a terminal of another encoding
-        return f"{short(error.object)} cannot be written in {error.encoding}: set PYTHONUTF8=1, or take a plain name"
-    if isinstance(error, MemoryError) or isinstance(error, RuntimeError) and any(
-            words in str(error).lower() for words in OUT_OF_MEMORY):
-        return (f"not enough memory: {short(str(error) or 'MemoryError')}; try a smaller micro_batch_size or model, or "
-                "activation_checkpointing=block")
-    return None
-
-
-def die(error):
-    """The one line that a user sees for an expected failure; exit code 2."""
-    launched = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE")]
-    local, rank, world = (int(text) if text.isdecimal() and len(text) < 10 else 0 for text in launched)
-    if not 0 < local <= rank < world:  # with several processes one of each machine says it
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-    sys.exit(2)

@@ -20,11 +20,9 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
 
-import configurator
 import sample
-from configurator import ConfigError
-from system import terminal
-from trainer import huggingface, resume
+from system import errors, terminal
+from trainer import huggingface, start
 
 TOKENIZERS = {"gpt2": "its tokenizer is GPT-2's: AutoTokenizer.from_pretrained('gpt2')",
               "bytes": "a token is a byte of UTF-8: ids = list(text.encode())",
@@ -42,18 +40,13 @@ def main(argv=None):
     if args.hf is None:
         parser.error("say into what: --hf, or --hf=FOLDER")
     folder = args.hf or os.path.join(args.out_dir, "hf")
-    try:
+    with errors.one_line():
         saved = sample.load(args.out_dir, best=not args.newest)
-        with resume.restoring(saved["path"]):
+        with start.restoring(saved["path"]):
             separator, step = saved["data"].get("separator"), saved["state"]["step"]
             if not isinstance(separator, int | None):
                 raise TypeError("separator")
             huggingface.write(sample.model_of(saved, "cpu"), folder, separator)
-    except (ConfigError, OSError, RuntimeError) as e:
-        words = configurator.explain(e)
-        if not words:
-            raise
-        configurator.die(words)
     print(f"{folder}: a GPT-2 for transformers, from {saved['path']}, step {step}; "
           f"{TOKENIZERS.get(saved['data']['tokenizer'], 'its tokenizer is the dataset' + chr(39) + 's')}")
     return 0

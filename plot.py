@@ -18,10 +18,9 @@ if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
 
-from configurator import ConfigError, die, explain
 from plots import comparable, compare, layers, report
-from system import terminal
-from trainer import output
+from system import output, terminal
+from system.errors import ConfigError, die, explain
 
 
 def main(argv=None):

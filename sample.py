@@ -20,25 +20,24 @@ if __name__ == "__main__":
 import torch
 from torch.nn import functional as F
 
-import configurator
-from configurator import ConfigError
-from data import tokens
+from data import tokenizers
 from model import GPT, GPTConfig
-from system import terminal
-from trainer import checkpoint, hardware, resume
+from system import errors, terminal
+from system.errors import ConfigError
+from trainer import checkpoint, hardware, start
 
 
 def load_model(out_dir, device, best=False):
     """(model, tokenizer name) of a run folder, from its newest checkpoint or the one with the lowest validation loss."""
     saved = load(out_dir, device, best)
-    with resume.restoring(saved["path"]):
+    with start.restoring(saved["path"]):
         return model_of(saved, device), saved["data"]["tokenizer"]
 
 
 def load(out_dir, device="cpu", best=True):
     """The checkpoint of a run folder, with all parts."""
     saved = (checkpoint.load_best if best else checkpoint.load)(out_dir, device)
-    resume.check_parts(saved)
+    start.check_parts(saved)
     return saved
 
 
@@ -93,20 +92,15 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if not 0 <= args.temperature < float("inf") or args.top_k < 1 or args.tokens < 1 or not 0 <= args.seed < 2**63:
         parser.error("--temperature and --seed must be at least 0, --top_k and --tokens at least 1")
-    try:
+    with errors.one_line():
         device = hardware.pick_device(args.device)
         saved = load(args.out_dir, device, best=not args.newest)
-        with resume.restoring(saved["path"]):
-            model, tokenizer = model_of(saved, device), tokens.tokenizer_of(saved["data"])
+        with start.restoring(saved["path"]):
+            model, tokenizer = model_of(saved, device), tokenizers.tokenizer_of(saved["data"])
             print(f"{saved['path']}: step {saved['state']['step']}", file=sys.stderr)
             ids = torch.tensor([encode(tokenizer, args.prompt or "\n", model.config.vocab_size)], device=device)
             ids = generate(model, ids, args.tokens, args.temperature, args.top_k, torch.Generator().manual_seed(args.seed))
             text = tokenizer.decode(ids[0].tolist())
-    except (ConfigError, tokens.PrepareError, OSError, RuntimeError) as e:
-        words = str(e) if isinstance(e, tokens.PrepareError) else configurator.explain(e)
-        if not words:
-            raise
-        configurator.die(words)
     print(text)
     return terminal.heard()
 

@@ -23,9 +23,9 @@ if __name__ == "__main__":  # until there is something to stop
     sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from configurator import ConfigError, die, explain
 from sweeps import branch, grid, micro, quality
 from system import terminal
+from system.errors import ConfigError, die, explain
 
 # command: what it finds, its options, the function that answers
 COMMANDS = {

@@ -32,20 +32,10 @@ import torch
 
 import configurator
 import schedule
-from configurator import ConfigError
 from model import GPT, GPTConfig
 from system import terminal
-from trainer import (
-    batches,
-    distributed,
-    hardware,
-    huggingface,
-    log,
-    naming,
-    plan,
-    resume,
-    summary,
-)
+from system.errors import ConfigError
+from trainer import batches, distributed, hardware, huggingface, log, plan, start, summary, watchdog
 from trainer.run import MAX_BAD_STEPS, Run
 from trainer.step import TrainingStep
 
@@ -53,7 +43,7 @@ from trainer.step import TrainingStep
 def train(config, ranks, device, name=None):
     """The whole run, the only one in its folder; returns the exit code. `name`: of a run without an out_dir."""
     with contextlib.ExitStack() as held:
-        folder = ranks.guard(lambda: held.enter_context(naming.held(config, name)) if ranks.first else None)
+        folder = ranks.guard(lambda: held.enter_context(start.held(config, name)) if ranks.first else None)
         config = dataclasses.replace(config, out_dir=ranks.from_first(lambda: folder))
         return train_locked(config, ranks, device)
 
@@ -63,7 +53,7 @@ def train_locked(config, ranks, device):
     dtype = hardware.prepare(config, device)
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
     plan.check_memory(config, data.vocab_size, ranks.world, device)
-    saved = ranks.guard(lambda: resume.starting_point(config, data, mmap=ranks.world > 1))
+    saved = ranks.guard(lambda: start.starting_point(config, data, mmap=ranks.world > 1))
     quantum = config.micro_batch_size * ranks.world  # sequences of one micro-step over all processes; batches are multiples
     saved_schedule = saved and saved["schedule"]
     batch_schedule = ranks.guard(lambda: configurator.batch_schedule(config, quantum, saved_schedule))
@@ -73,7 +63,7 @@ def train_locked(config, ranks, device):
     model = GPT(GPTConfig.of(vars(config), data.vocab_size))
     parameters = model.parameter_count()  # before it is sharded
     if saved:
-        with resume.restoring(saved["path"]):
+        with start.restoring(saved["path"]):
             model.load_state_dict(saved.pop("model"))
     elif config.init_from:
         ranks.guard(lambda: huggingface.load_into(model, config.init_from))
@@ -90,7 +80,7 @@ def train_locked(config, ranks, device):
         return int(ranks.first and log.died(log.read(config.out_dir)))
     run.open(parameters)
     if ranks.first:
-        naming.point_to(config.out_dir)
+        start.point_to(config.out_dir)
     if not run.resumed:
         with run.clock.paused():
             run.evaluated(validation_loss(step, data))
@@ -138,30 +128,35 @@ def train_locked(config, ranks, device):
             run.event(summary.saturation(B, config, run.count.noise, noise))
             run.count.noise = noise or run.count.noise
             run.must_save |= batch_schedule.by_time and batch_schedule.at(after) != B
-        run.out.progress(min(1, after / run.end), f"step {run.count.step}, batch {B}")
+        if run.out.bar:
+            run.out.progress(min(1, after / run.end), f"step {run.count.step}, batch {B}")
 
         # -- evaluation and checkpoint, outside the clock
-        with run.clock.paused():
-            if run.due(config.eval_tokens):
-                run.evaluated(validation_loss(step, data))
-            if stopping or run.must_save or run.due(config.checkpoint_tokens):
-                run.save()
+        evaluate_now, save_now = run.due(config.eval_tokens), stopping or run.must_save or run.due(config.checkpoint_tokens)
+        if evaluate_now or save_now:
+            with run.clock.paused():
+                if evaluate_now:
+                    run.evaluated(validation_loss(step, data))
+                if save_now:
+                    run.save()
 
     run.close()
     if ranks.first:
         words = summary.last_words(run, stopping)
         log.say(terminal.wrapped(words, terminal.width()))
         run.out.publish(words if run.over else "")
-    return int(run.died or run.must_save) if run.over else 128 + stopping  # must_save: its end was not fit to be saved
+    if not run.over:
+        return 128 + stopping
+    return int(run.died or run.must_save)  # must_save: its last step is not in a checkpoint, since weights were not finite
 
 
 def evaluate(config, ranks, device):
     """The validation loss of a run's newest checkpoint, printed. Nothing is written."""
     dtype = hardware.prepare(config, device)
     data = ranks.guard(lambda: batches.Dataset(config.dataset, config.block_size), in_turn=True)
-    saved = ranks.guard(lambda: resume.starting_point(config, data, mmap=ranks.world > 1))
+    saved = ranks.guard(lambda: start.own_checkpoint(config, data, mmap=ranks.world > 1))
     model = GPT(GPTConfig.of(vars(config), data.vocab_size))
-    with resume.restoring(saved["path"]):
+    with start.restoring(saved["path"]):
         model.load_state_dict(saved["model"])
     model = model if config.parallel == "fsdp" and ranks.world > 1 else model.to(device)
     loss = validation_loss(TrainingStep(model, config, ranks, device, dtype), data)
@@ -202,7 +197,7 @@ def main(argv=None):
             return terminal.heard(plan.main(argv))
         only_eval = "--eval" in argv
         argv = [a for a in argv if a != "--eval"]
-        config, name = configurator.parse_named([*argv, "--resume=True"] if only_eval else argv, distributed.world_size())
+        config, name = start.parse_named([*argv, "--resume=True"] if only_eval else argv, watchdog.world_size())
         if only_eval and name:
             raise ConfigError("--eval needs a run: python train.py out/run --eval")
         device = hardware.pick_device(config.device)
@@ -214,11 +209,7 @@ def main(argv=None):
         ranks.stop()
         return code
     except Exception as e:
-        expected = configurator.explain(e)
-        if isinstance(e, ConfigError) or (expected and not (ranks and ranks.world > 1)):
-            distributed.report(expected, ranks)
-        if ranks and ranks.world > 1:
-            ranks.fail(e)
+        watchdog.end(e, ranks and ranks.watchdog)
         raise
 
 

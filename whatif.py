@@ -21,11 +21,10 @@ import sys
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
 
-import configurator
 import schedule
 from configurator import ConfigError
-from system import terminal
-from trainer import advice, exports, machines, output, plan, predict
+from system import errors, output, terminal
+from trainer import advice, exports, machines, plan, predict
 
 
 def numbers(text, name):
@@ -44,7 +43,7 @@ def check(args):
     for name in ("to_loss", "hours", "price", "budget", "mfu", "micro"):
         value = getattr(args, name)
         if value is not None and not 0 < value < 10**18:
-            raise ConfigError(f"command line: --{name}={configurator.short(value)}: must be above 0 and below 1e18")
+            raise ConfigError(f"command line: --{name}={errors.short(value)}: must be above 0 and below 1e18")
     if args.budget and not args.price:
         raise ConfigError(f"command line: --budget={args.budget:g}: needs --price, of one device for one hour")
     kinds = {k.lower(): k for k in plan.KINDS}
@@ -138,9 +137,9 @@ def main(argv=None):
         check(args)
         show(args, *predict_all(args))
     except ConfigError as e:
-        configurator.die(e)
+        errors.die(e)
     except OSError as e:
-        configurator.die(f"{e.filename or 'output'}: {e.strerror}: --out and --json say where to write")
+        errors.die(f"{e.filename or 'output'}: {e.strerror}: --out and --json say where to write")
     return terminal.heard()
 
 

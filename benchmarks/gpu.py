@@ -34,7 +34,8 @@ from benchmarks import tools
 from configurator import ConfigError
 from model import GPT, GPTConfig
 from rightbatch.kernels import head_loss
-from trainer import checkpoint, hardware, log, output
+from system import output
+from trainer import checkpoint, hardware, log
 
 
 @dataclasses.dataclass

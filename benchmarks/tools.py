@@ -17,8 +17,9 @@ import torch
 
 from configurator import Config, ConfigError
 from model import GPT, Attention, GPTConfig, Norm
+from system import output
 from system.memory import peak_bytes  # noqa: F401, one home for benchmarks and sweeps
-from trainer import distributed, hardware, output
+from trainer import distributed, hardware
 from trainer.step import TrainingStep, to_host
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -7,7 +7,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from data.tokens import PrepareError, bounded, walk
+from data.tokenizers import bounded
+from data.tokens import walk
+from system.errors import ConfigError
 
 HUB_SECONDS = 6  # for a sign of life from the hub; without one, `datasets` would retry for half a minute
 ADVICE = (
@@ -39,7 +41,7 @@ def load(*args, **kwargs):
     try:
         from datasets import load_dataset
     except ImportError as e:
-        raise PrepareError("this dataset needs the package datasets, release 4 or later: pip install datasets") from e
+        raise ConfigError("this dataset needs the package datasets, release 4 or later: pip install datasets") from e
     return load_dataset(*args, **kwargs)
 
 
@@ -51,12 +53,12 @@ def from_hub(repo, *args, **kwargs):
         os.environ["HF_HUB_OFFLINE"] = "1"  # read when `datasets` is imported, which is why that is late
     try:
         return load(repo, *args, **kwargs)
-    except PrepareError:
+    except ConfigError:
         raise
     except Exception as e:
         if online:
-            raise PrepareError(f"cannot load {repo} from {endpoint} ({type(e).__name__}: {e}): {ADVICE}") from e
-        raise PrepareError(f"cannot reach {endpoint} to load {repo}: {ADVICE}") from e
+            raise ConfigError(f"cannot load {repo} from {endpoint} ({type(e).__name__}: {e}): {ADVICE}") from e
+        raise ConfigError(f"cannot reach {endpoint} to load {repo}: {ADVICE}") from e
 
 
 def from_files(paths):
@@ -64,7 +66,7 @@ def from_files(paths):
     paths = [str(path) for path in paths]
     parquet = [path.endswith(".parquet") for path in paths]
     if any(parquet) and not all(parquet):
-        raise PrepareError(f"parquet and text files together: {', '.join(paths)}; give one kind")
+        raise ConfigError(f"parquet and text files together: {', '.join(paths)}; give one kind")
     try:
         if all(parquet):
             dataset = load("parquet", data_files=paths, split="train", streaming=True)
@@ -74,7 +76,7 @@ def from_files(paths):
             "text", data_files=paths, split="train", streaming=True, keep_linebreaks=True, encoding_errors="replace"
         )
     except (OSError, ValueError) as e:
-        raise PrepareError(f"cannot read {', '.join(paths)} ({type(e).__name__}: {e})") from e
+        raise ConfigError(f"cannot read {', '.join(paths)} ({type(e).__name__}: {e})") from e
 
 
 def find(where, suffixes=(".parquet",)) -> list[Path]:
@@ -83,7 +85,7 @@ def find(where, suffixes=(".parquet",)) -> list[Path]:
     paths = inside if os.path.isdir(where) else glob.glob(where, recursive=True)
     paths = sorted(Path(path) for path in paths if path.endswith(tuple(suffixes)) and os.path.isfile(path))
     if not paths:
-        raise PrepareError(f"--local={where}: no {' or '.join('*' + suffix for suffix in suffixes)} file there")
+        raise ConfigError(f"--local={where}: no {' or '.join('*' + suffix for suffix in suffixes)} file there")
     return paths
 
 
@@ -92,9 +94,9 @@ def texts(dataset):
     try:
         for batch in dataset.iter(batch_size=256):
             if "text" not in batch:
-                raise PrepareError(f"no column 'text' in the dataset: it has {', '.join(batch)}")
+                raise ConfigError(f"no column 'text' in the dataset: it has {', '.join(batch)}")
             yield from batch["text"]
-    except PrepareError:
+    except ConfigError:
         raise
     except Exception as e:  # a lost connection, a damaged file: whatever the reader below makes of it
-        raise PrepareError(f"reading the dataset failed ({type(e).__name__}: {e}): {ADVICE}") from e
+        raise ConfigError(f"reading the dataset failed ({type(e).__name__}: {e}): {ADVICE}") from e

@@ -9,7 +9,9 @@ import os
 import pickle
 import pickletools
 
-from data.tokens import FORMAT, GPT2Tokenizer, PrepareError
+from data.tokenizers import GPT2Tokenizer
+from data.tokens import FORMAT
+from system.errors import ConfigError
 
 MAX_PICKLE = 16 << 20  # bytes: GPT-2's 50257 words would take one
 PLAIN = {"PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET",
@@ -41,7 +43,7 @@ def describe(folder):
         path = os.path.join(folder, f"{split}.bin")
         size = os.path.getsize(path)
         if size == 0 or size % 2:
-            raise PrepareError(f"{path} holds {size} bytes: whole uint16 numbers were expected, as nanoGPT writes them")
+            raise ConfigError(f"{path} holds {size} bytes: whole uint16 numbers were expected, as nanoGPT writes them")
         meta[f"{split}_tokens"] = size // 2
     return meta, f"{folder} has no meta.json, so it is read as nanoGPT's: token ids in uint16, {said}"
 
@@ -55,7 +57,7 @@ def vocabulary(about, folder):
     except (KeyError, TypeError, IndexError, OverflowError):
         good = False
     if not good:
-        raise PrepareError(f"{folder}/meta.pkl does not list the vocabulary as nanoGPT's does (vocab_size, itos)")
+        raise ConfigError(f"{folder}/meta.pkl does not list the vocabulary as nanoGPT's does (vocab_size, itos)")
     return characters
 
 
@@ -64,22 +66,22 @@ def read_pickle(path):
     if not os.path.isfile(path):
         return None
     if os.path.getsize(path) > MAX_PICKLE:
-        raise PrepareError(f"{path} has more than {MAX_PICKLE >> 20} MB: no meta.pkl of nanoGPT's is that large")
+        raise ConfigError(f"{path} has more than {MAX_PICKLE >> 20} MB: no meta.pkl of nanoGPT's is that large")
     with open(path, "rb") as f:
         data = f.read()
     try:
         for opcode, argument, _ in pickletools.genops(data):
             far = opcode.name.endswith(("PUT", "GET")) and int(argument or 0) > len(data)  # would take memory
             if opcode.name not in PLAIN or far:
-                raise PrepareError(
+                raise ConfigError(
                     f"{path} holds more than plain values ({opcode.name}), perhaps code: it is not read. Remove it if "
                     "the ids are GPT-2's, or prepare the text again with data/text/prepare.py"
                 )
         return PlainUnpickler(io.BytesIO(data)).load()
-    except PrepareError:
+    except ConfigError:
         raise
     except Exception as e:
-        raise PrepareError(f"{path} is not a readable pickle ({type(e).__name__})") from None
+        raise ConfigError(f"{path} is not a readable pickle ({type(e).__name__})") from None
 
 
 class PlainUnpickler(pickle.Unpickler):

@@ -15,9 +15,7 @@ import hashlib
 import json
 import os
 import platform
-import re
 import sys
-import threading
 import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -28,21 +26,16 @@ import numpy as np
 if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from system import files, terminal
+from data.tokenizers import UNIT, pieces
+from system import errors, files, terminal
 from system.cores import usable_cores
+from system.errors import ConfigError
 
 FORMAT = 1
 AGAIN = "run its prepare.py again"
 HASHED = "hashed.json"  # beside data that have no meta.json: the checksums that were found
 SPLITS = ("train", "val")
-UNIT = 1 << 18  # characters per unit of work: about 30 ms of BPE, so that all cores finish together
 WINDOW = 4  # units in flight per core: keeps cores busy while the main thread reads and writes, bounds the memory
-BPE_SECONDS = 20  # for the one 0.8 MB download of GPT-2's BPE; tiktoken itself sets no limit
-BPE_URL = "https://openaipublic.blob.core.windows.net/encodings/r50k_base.tiktoken"
-
-
-class PrepareError(Exception):
-    """An expected failure: one line that says what is wrong and what to do."""
 
 
 def run(body) -> int:
@@ -55,148 +48,21 @@ def run(body) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; nothing was replaced", file=sys.stderr)
         return 130
-    except PrepareError as e:
-        message = str(e)
-    except OSError as e:
-        message = f"{e.strerror or e}{f': {e.filename}' if e.filename else ''}"
-        if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            message += "; free some space or write to another disk with --out. Nothing was replaced"
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
-    return 2
+    except (ConfigError, OSError) as e:
+        words = errors.explain(e) or str(e)
+        if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            words += "; free some space or write to another disk with --out. Nothing was replaced"
+        print(f"error: {' '.join(words.split())}", file=sys.stderr)
+        return 2
 
 
 def walk(folder, **how):
     """os.walk, which would leave out what it may not read without a word."""
 
     def refuse(e):
-        raise PrepareError(f"{e.filename} cannot be read: {e.strerror}. Make it readable, or move it away") from None
+        raise ConfigError(f"{e.filename} cannot be read: {e.strerror}. Make it readable, or move it away") from None
 
     return os.walk(folder, onerror=refuse, **how)
-
-
-def bounded(function, seconds):
-    """function(), or TimeoutError after `seconds`. For calls that cannot be given a timeout, such as name lookups."""
-    outcome = {}
-
-    def call():
-        try:
-            outcome["result"] = function()
-        except Exception as e:  # noqa: BLE001 - raised again below
-            outcome["error"] = e
-
-    thread = threading.Thread(target=call, daemon=True)  # daemon: a hung call does not hold up the exit
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise TimeoutError(f"no answer in {seconds:g} s")
-    if "error" in outcome:
-        raise outcome["error"]
-    return outcome["result"]
-
-
-# ---------------------------------------------------------------------------------------------- tokenizers
-
-
-class ByteTokenizer:
-    name, vocab_size, dtype, separator = "bytes", 256, np.dtype("u1"), 0
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        return np.frombuffer(text if isinstance(text, bytes) else text.encode("utf-8"), np.uint8)
-
-    def decode(self, ids) -> str:
-        return bytes(np.asarray(ids, np.uint8)).decode("utf-8", errors="replace")
-
-
-class GPT2Tokenizer:
-    name, vocab_size, dtype, separator = "gpt2", 50257, np.dtype("<u2"), 50256
-
-    def __init__(self):
-        self.bpe = load_bpe()
-
-    def encode(self, text: str) -> np.ndarray:
-        return self.bpe.encode_to_numpy(text, disallowed_special=())  # "<|endoftext|>" in a text is just text
-
-    def decode(self, ids) -> str:
-        return self.bpe.decode(np.asarray(ids).tolist())
-
-
-class CharacterTokenizer:
-    """One id for each character of a list, as nanoGPT's meta.pkl has it."""
-
-    name = "characters"
-
-    def __init__(self, characters):
-        self.characters, self.vocab_size = characters, len(characters)
-        self.ids = {character: i for i, character in enumerate(characters)}
-
-    def encode(self, text: str) -> np.ndarray:
-        unknown = [c for c in text if c not in self.ids]
-        if unknown:
-            known = f"{self.vocab_size} that the model was trained on"
-            raise PrepareError(f"character {unknown[0]!r} is none of the {known}")
-        return np.array([self.ids[c] for c in text], np.int64)
-
-    def decode(self, ids) -> str:
-        return "".join(self.characters[i] for i in ids)
-
-
-TOKENIZERS = {"bytes": ByteTokenizer, "gpt2": GPT2Tokenizer}
-
-
-def tokenizer_of(meta):
-    """The tokenizer of a dataset, from its meta.json or from what a checkpoint holds of that."""
-    return CharacterTokenizer(meta["characters"]) if meta.get("characters") else get_tokenizer(meta["tokenizer"])
-
-
-def get_tokenizer(name):
-    if name not in TOKENIZERS:
-        raise PrepareError(f"tokenizer '{name}': expected one of {', '.join(TOKENIZERS)}")
-    return TOKENIZERS[name]()
-
-
-def load_bpe():
-    """GPT-2's BPE. tiktoken's "r50k_base" has the same ids as its "gpt2" and needs one file instead of two."""
-    try:
-        import tiktoken
-
-        return bounded(lambda: tiktoken.get_encoding("r50k_base"), BPE_SECONDS)
-    except ImportError as e:
-        raise PrepareError("GPT-2's BPE needs the package tiktoken: pip install tiktoken") from e
-    except (OSError, ValueError) as e:  # requests' errors and TimeoutError are OSErrors; ValueError: a corrupt file
-        raise PrepareError(
-            f"cannot get GPT-2's BPE from {BPE_URL} ({type(e).__name__}): check the network or HTTPS_PROXY, or fetch "
-            f"that file elsewhere, save it as {hashlib.sha1(BPE_URL.encode()).hexdigest()} in a folder, and set "
-            "TIKTOKEN_CACHE_DIR to that folder; --tokenizer=bytes (data/text) and data/stdlib need no download"
-        ) from e
-
-
-# GPT-2's pre-tokeniser never joins a non-space with a space after it, or a letter or digit with punctuation
-# after it, and neither its look-ahead nor its `$` sees across such a place. So BPE of the two sides gives the same
-# ids as BPE of the whole. Python's \s and \w decide only where both agree with the tokeniser's Unicode classes.
-SAFE_CUT = re.compile(r"\S(?=[ \n\r\t])|[^\W_](?=[!-/:-@\[-^`{-~、。，！？；：])")
-
-
-def cut(text: str, low: int, high: int) -> int:
-    """The last safe place to cut text in (low, high]; `high` itself where there is none (one 'word' all along)."""
-    for reach in (256, 8192, high - low):
-        ends = [match.end() for match in SAFE_CUT.finditer(text, max(low, high - reach), high + 1)]
-        if ends:
-            return ends[-1]
-    return high
-
-
-def pieces(blocks, size=UNIT):
-    """A stream of text blocks, cut anew into pieces of at most `size` characters that are safe to encode apart."""
-    rest = ""
-    for block in blocks:
-        rest, start = rest + block, 0
-        while len(rest) - start > size:
-            end = cut(rest, start, start + size)
-            yield rest[start:end]
-            start = end
-        rest = rest[start:]
-    if rest:
-        yield rest
 
 
 def return_large_blocks():
@@ -289,78 +155,52 @@ def fit(ids: np.ndarray, tokenizer) -> np.ndarray:
     if ids.size and (int(ids.max()) > limit or int(ids.min()) < 0):
         worst = int(ids.max()) if int(ids.max()) > limit else int(ids.min())
         held = f"{tokenizer.dtype.name} with vocabulary {tokenizer.vocab_size} holds 0 to {limit}"
-        raise PrepareError(f"token id {worst} does not fit: {held}")
+        raise ConfigError(f"token id {worst} does not fit: {held}")
     return ids.astype(tokenizer.dtype, copy=False)
-
-
-class TokenFile:
-    """Writes `path` under a temporary name; `close` makes it durable, `publish` gives it its name."""
-
-    def __init__(self, path: Path, tokenizer):
-        self.path, self.tokenizer, self.tokens, self.sha256 = path, tokenizer, 0, hashlib.sha256()
-        self.temporary = Path(files.beside(path))
-        self.file = open(self.temporary, "wb")  # noqa: SIM115 - closed by publish or discard
-
-    def write(self, ids: np.ndarray):
-        data = memoryview(np.ascontiguousarray(fit(ids, self.tokenizer))).cast("B")
-        with files.about(str(self.path)):
-            self.file.write(data)
-        self.sha256.update(data)
-        self.tokens += len(ids)
-
-    def close(self):
-        with files.about(str(self.path)):
-            self.file.flush()
-            os.fsync(self.file.fileno())
-
-    def publish(self):
-        os.replace(self.temporary, self.path)
-        self.file.close()
-
-    def discard(self):
-        with contextlib.suppress(OSError):  # a full disk: what it still holds is not wanted
-            self.file.close()
-        self.temporary.unlink(missing_ok=True)
 
 
 class DatasetWriter:
     """train.bin, val.bin and meta.json as one unit. An existing dataset stays until the new one is on the disk."""
 
     def __init__(self, folder, tokenizer):
-        self.folder, self.tokenizer, self.files = Path(folder), tokenizer, {}
-        self.lock = files.only_writer(self.folder, PrepareError)
+        self.folder, self.tokenizer = Path(folder), tokenizer
+        self.files, self.counts = {}, dict.fromkeys(SPLITS, 0)
+        self.sums = {split: hashlib.sha256() for split in SPLITS}
 
     def __enter__(self):
-        self.lock.__enter__()
-        try:
+        with contextlib.ExitStack() as held:
+            held.enter_context(files.only_writer(self.folder, ConfigError))
             files.remove_leftovers(self.folder, r"(train|val)\.bin|(meta|verified|hashed)\.json")
-            self.files = {split: TokenFile(self.folder / f"{split}.bin", self.tokenizer) for split in SPLITS}
-        except BaseException:
-            self.__exit__(*sys.exc_info())
-            raise
+            for split in SPLITS:
+                self.files[split] = files.Output(self.folder / f"{split}.bin")
+                held.callback(self.files[split].discard)
+            self.held = held.pop_all()
         return self
 
     def __exit__(self, *error):
-        for file in self.files.values():
-            file.discard()
-        self.lock.__exit__(*error)
+        self.held.close()
 
     def write(self, split, ids):
-        self.files[split].write(ids)
+        data = memoryview(np.ascontiguousarray(fit(ids, self.tokenizer))).cast("B")
+        with files.about(self.files[split].path):
+            self.files[split].write(data)
+        self.sums[split].update(data)
+        self.counts[split] += len(ids)
 
     def commit(self, **about) -> dict:
         for split, file in self.files.items():
-            if not file.tokens:
-                raise PrepareError(f"no text for the {split} split: give more text, or another validation fraction")
-            file.close()
+            if not self.counts[split]:
+                raise ConfigError(f"no text for the {split} split: give more text, or another validation fraction")
+            with files.about(file.path):
+                file.finish()
         meta = {
             "format": FORMAT,
             "vocab_size": self.tokenizer.vocab_size,
             "dtype": self.tokenizer.dtype.name,
             "tokenizer": self.tokenizer.name,
             "separator": self.tokenizer.separator,
-            **{f"{split}_tokens": file.tokens for split, file in self.files.items()},
-            **{f"{split}_sha256": file.sha256.hexdigest() for split, file in self.files.items()},
+            **{f"{split}_tokens": count for split, count in self.counts.items()},
+            **{f"{split}_sha256": sha256.hexdigest() for split, sha256 in self.sums.items()},
             **about,
         }
         if not self.unchanged(meta):
@@ -371,7 +211,7 @@ class DatasetWriter:
         """The folder already holds exactly this. Then leave it alone: someone may be reading it."""
         try:
             return read_meta(self.folder) == meta
-        except PrepareError:
+        except ConfigError:
             return False
 
     def replace(self, meta):
@@ -412,12 +252,13 @@ def read_meta(folder) -> dict:
         item = np.dtype(meta["dtype"]).itemsize
         expected = {folder / f"{split}.bin": meta[f"{split}_tokens"] * item for split in SPLITS}
         for path, size in expected.items():
-            if (found := path.stat().st_size) != size:
-                raise PrepareError(f"{path} has {found:,} bytes, meta.json says {size:,}: {AGAIN}")
+            if (there := path.stat().st_size) != size:
+                raise ConfigError(f"{path} is {'empty' if not there else 'truncated, or from another preparation'}: it has "
+                                  f"{there} bytes, meta.json says {size}: {AGAIN}")
     except FileNotFoundError as e:
-        raise PrepareError(f"{folder} is not a complete dataset, {Path(e.filename).name} is missing: {AGAIN}") from e
-    except (ValueError, KeyError, TypeError) as e:
-        raise PrepareError(f"{folder / 'meta.json'} is damaged ({type(e).__name__}: {e}): {AGAIN}") from e
+        raise ConfigError(f"{folder} is not a complete dataset, {Path(e.filename).name} is missing: {AGAIN}") from e
+    except (ValueError, KeyError, TypeError, RecursionError) as e:
+        raise ConfigError(f"{folder / 'meta.json'} is damaged ({type(e).__name__}: {e}): {AGAIN}") from e
     return meta
 
 
@@ -449,9 +290,9 @@ def verify(folder) -> dict:
     return meta
 
 
-def compare(path, found, expected):
-    if found != expected:
-        raise PrepareError(f"{path} does not match its checksum in meta.json: {AGAIN}")
+def compare(path, checksum, expected):
+    if checksum != expected:
+        raise ConfigError(f"{path} does not match its checksum in meta.json: {AGAIN}")
 
 
 def sha256_of(descriptor, seconds=10):
@@ -492,7 +333,7 @@ def checksums(folder, descriptors, meta=None):
                 print(f"reading all of {path} for its checksum, once", file=sys.stderr, flush=True)
             checksum = sha256_of(descriptor)
             if stamp(os.fstat(descriptor)) != now:
-                raise PrepareError(f"{path} was changed by another program while it was read: start again later")
+                raise ConfigError(f"{path} was changed by another program while it was read: start again later")
         if meta:
             compare(path, checksum, meta[f"{split}_sha256"])
         good[split] = [*now, checksum]
@@ -538,8 +379,7 @@ class Progress:
             self.print(f"{summary} from {read}, {self.bytes / 1e6:,.1f} MB, in {seconds:.1f} s")
 
     def print(self, text, end="\n"):
-        start, rest = ("\r", "\x1b[K") if self.terminal else ("", "")
-        print(f"{start}{self.label}: {text}{rest}", end=end, file=sys.stderr, flush=True)
+        print(f"{terminal.CLEAR if self.terminal else ''}{self.label}: {text}", end=end, file=sys.stderr, flush=True)
 
 
 def main(argv=None):

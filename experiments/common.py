@@ -19,7 +19,8 @@ sys.path.insert(0, ROOT)
 
 import configurator  # noqa: E402
 from sweeps import jobs  # noqa: E402
-from trainer import hardware, log, output  # noqa: E402
+from system import errors, output  # noqa: E402
+from trainer import hardware, log, start  # noqa: E402
 
 # a model of seconds, to see that everything works
 TINY = dict(n_layer=1, n_head=1, n_embd=16, block_size=16, micro_batch_size=4, batch_size=8, batch_size_start=4,
@@ -71,10 +72,10 @@ def parse(argv, name, doc, seeds=1, settings=None, tiny=None, folder=None, optio
     if args.tiny:
         changed.update({**TINY, **(tiny or {})})
     try:
-        config = configurator.parse([args.config or configurator.DEFAULT_FILE, *(f"--{k}={v}" for k, v in changed.items()),
+        config = start.parse([args.config or configurator.DEFAULT_FILE, *(f"--{k}={v}" for k, v in changed.items()),
                                      *overrides])
     except configurator.ConfigError as e:
-        configurator.die(e)
+        errors.die(e)
     args.started = time.time()
     known = ["config", "seeds", "name", "out", *(option.removeprefix("--") for option in options or {})]
     given = [f"--{k}={v}" for k, v in ((k, getattr(args, k)) for k in known) if v != parser.get_default(k) and v is not True
@@ -109,10 +110,10 @@ class Runs:
         try:
             group.do()
         except configurator.ConfigError as e:
-            configurator.die(e)
+            errors.die(e)
         for name, message in group.failed.items():
             if not (may_die and log.died(self.rows(name))):
-                configurator.die(f"{name}: {message}")
+                errors.die(f"{name}: {message}")
 
 
 def write(args, config, paper, finding, numbers):

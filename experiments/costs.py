@@ -21,9 +21,8 @@ from typing import NamedTuple
 
 from common import ROOT, Experiment
 
-import configurator
 from plots import style
-from trainer import plan
+from trainer import plan, start
 
 METHODS = ("simultaneous", "gram", "norm only")
 VOCABULARY = plan.GPT2_VOCABULARY
@@ -50,7 +49,7 @@ def models(config_file=None):
     files = {name: os.path.join(ROOT, "config", f"{file}.py") for name, file in files.items()}
     if config_file:
         files[os.path.basename(config_file).removesuffix(".py")] = config_file
-    configs = {name: configurator.parse([file]) for name, file in files.items()}
+    configs = {name: start.parse([file]) for name, file in files.items()}
     return {**{name: Shape(config.n_layer, config.n_embd) for name, config in configs.items()},
             "6.7B": Shape(32, 4096), "13B": Shape(40, 5120), "175B": Shape(96, 12288)}
 

@@ -40,8 +40,9 @@ from common import Experiment
 import configurator
 from data.stdlib import prepare as stdlib
 from sweeps import trial
+from system import output
 from train import validation_loss
-from trainer import batches, hardware, log, output
+from trainer import batches, hardware, log
 from trainer.step import to_host
 
 PAPER = ("The paper: goes by the plain noise scale of the norm layers, as a stand-in for all weights. McCandlish et al. 2018 "

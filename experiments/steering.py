@@ -34,6 +34,7 @@ import configurator
 import schedule
 from plots import style
 from sweeps import jobs
+from system import errors
 from trainer import log
 
 PAPER = ("The paper: a linear batch schedule, guided by the noise scale, reached the fixed run's loss in 18% less training "
@@ -102,7 +103,7 @@ def real(name, out, config, changes):
         try:
             jobs.same_settings(configurator.Config(**own), configurator.read_run(folder))
         except configurator.ConfigError as e:
-            configurator.die(e)
+            errors.die(e)
     else:  # its seconds are real ones: never half a run
         shutil.rmtree(folder, ignore_errors=True)
         hosts.train(name, own)

@@ -11,7 +11,8 @@ import numpy as np
 
 from configurator import ConfigError
 from plots import comparable, style
-from trainer import log, output, tradeoff
+from system import output
+from trainer import log, tradeoff
 from trainer.curves import MEASURES, curve, reach
 
 

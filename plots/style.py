@@ -5,8 +5,9 @@ What all pictures share: colours, axes, the rows of a log they are drawn from; a
 import io
 import os
 
-from configurator import ConfigError, explain, short
-from trainer import log, output
+from system import output
+from system.errors import ConfigError, explain, short
+from trainer import log
 
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")  # Okabe & Ito, safe for all eyes
 STYLE = {"font.size": 12, "axes.titlesize": 13, "axes.titleweight": "bold", "axes.titlelocation": "left",

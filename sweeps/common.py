@@ -6,12 +6,11 @@ import json
 import os
 import shlex
 
-import configurator
 import schedule
 from configurator import ConfigError
 from model import GPTConfig
 from system import cores
-from trainer import hardware, plan, predict
+from trainer import hardware, plan, predict, start
 
 NAME = "sweep.json"
 GUESS = 0.4  # share of the matrix-product ceiling that an estimate presumes
@@ -26,7 +25,7 @@ def arguments(parser):
 
 def parse(args):
     """The Config of the command line."""
-    return configurator.parse([*([args.config] if args.config else []), *args.rest])
+    return start.parse([*([args.config] if args.config else []), *args.rest])
 
 
 def number(args, name, least=0.0, kind=float):

@@ -23,7 +23,7 @@ from plots import compare, style
 from plots.compare import cell
 from sweeps import common, jobs
 from system import files
-from trainer import batches, curves, hardware, log, noise_scale, tradeoff
+from trainer import batches, curves, hardware, log, noise_scale, start, tradeoff
 
 UNSPLIT = ("cos_attn", "spectral_qkv", "batch_steps", "wandb_tags", "wandb_notes")  # a comma belongs to the value
 NO_LIST = ("out_dir", "resume", "branch_from", "device", "wandb_project", "wandb_run_name", "wandb_entity", "wandb_group",
@@ -84,7 +84,7 @@ def grid(config_file, rest):
     own_batch = configurator.read_file(config_file or configurator.DEFAULT_FILE)["batch_size"]
     wanted, values = {}, {key: [] for key in swept}
     for options in itertools.product(*choices.values()):
-        config = configurator.parse([*files, *options])
+        config = start.parse([*files, *options])
         if config.lr_scaling != "none" and not config.lr_reference_batch:
             config = dataclasses.replace(config, lr_reference_batch=own_batch)
         config = dataclasses.replace(config, wandb_log=config.wandb_log or bool(config.wandb_group))

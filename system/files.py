@@ -23,6 +23,8 @@ except ImportError:  # Windows
     fcntl = None
 
 LOCK = "lock"
+OF_A_RUN = r"ckpt(\.\w+)?\.pt|log(\.\d+)?\.jsonl|config\.json|step_time\.json"  # nobody else writes them
+PICTURES = r"(report|compare|layers|whatif)\.png|compare\.json"
 # a pipe would wait for somebody to write into it
 FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 NOT_REGULAR = "{} is a link, a pipe, a folder or a device, which a lock must not be: remove it"
@@ -45,10 +47,13 @@ def remove_leftovers(folder, pattern):
 
 
 class Output:
-    """A file that sums up what is written to it, and remembers why it could not be: torch.save tells only that it failed."""
+    """A file on its way to `path`: written beside it, put in its place by publish(), removed by discard(). It sums up what is
+    written to it, and remembers why it could not be: torch.save tells only that it failed."""
 
-    def __init__(self, file):
-        self.file, self.crc, self.error = file, 0, None
+    def __init__(self, path):
+        self.path, self.partial, self.crc, self.error = os.fspath(path), beside(path), 0, None
+        with about(self.path):
+            self.file = open(self.partial, "wb")  # noqa: SIM115 - closed by finish or discard
 
     def write(self, data):
         try:
@@ -62,24 +67,36 @@ class Output:
     def flush(self):
         self.file.flush()
 
+    def finish(self):
+        """From here on it is on the disk."""
+        with self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+
+    def publish(self):
+        os.replace(self.partial, self.path)
+
+    def discard(self):
+        with contextlib.suppress(OSError):  # a full disk: what it still holds is not wanted
+            self.file.close()
+        with contextlib.suppress(OSError):
+            os.unlink(self.partial)
+
 
 def write_atomically(path, write, ready=lambda: None):
     """Call write(file) on a temporary neighbour and, once that is on the disk, ready(); then put it in place of `path`. A
     failure names `path` and leaves nothing behind."""
-    partial, output = beside(path), Output(None)
+    output = Output(path)
     try:
-        with about(path, output), open(partial, "wb") as output.file:
+        with about(path, output):
             write(output)
-            output.flush()
-            os.fsync(output.file.fileno())
+            output.finish()
         ready()
         with about(path):
-            os.replace(partial, path)
+            output.publish()
             sync_folder(os.path.dirname(path) or ".")  # the new name survives a power cut, too
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(partial)
-        raise
+    finally:
+        output.discard()
 
 
 @contextlib.contextmanager

@@ -15,12 +15,14 @@ import shutil
 import sys
 import textwrap
 
+CLEAR = "\r\033[K"  # what is written next takes the place of the line that is there
+
 
 class Stream:
     """stdout or stderr. Where nobody can hear it any more, the talking ends, not the program."""
 
     def __init__(self, stream):
-        self.stream, self.lost = stream, None  # why words did not arrive; that nobody listens is no such thing
+        self.stream, self.lost = stream, None  # why words did not arrive, unless it is that nobody listens
 
     def __getattr__(self, name):
         return getattr(self.stream, name)
@@ -61,7 +63,7 @@ def steady():
 
 
 def heard(code=0):
-    """The exit code of a command whose words are its work: those that a full disk swallowed make it fail."""
+    """The exit code of a command whose words are its work: it fails where a full disk swallowed them."""
     sys.stdout.flush()
     lost = getattr(sys.stdout, "lost", None)
     if lost and not code:

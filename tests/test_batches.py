@@ -65,7 +65,7 @@ def test_validation_windows_are_fixed_and_evenly_spaced(tmp_path):
     (lambda d: os.remove(f"{d}/train.bin"), ["train.bin", "missing"]),
     (lambda d: open(f"{d}/val.bin", "w").close(), ["val.bin", "empty"]),
     (lambda d: os.truncate(f"{d}/train.bin", 499), ["train.bin", "499 bytes", "truncated"]),
-    (lambda d: open(f"{d}/meta.json", "w").write("{"), ["meta.json", "prepare the dataset again"]),
+    (lambda d: open(f"{d}/meta.json", "w").write("{"), ["meta.json is damaged", "run its prepare.py again"]),
     (lambda d: open(f"{d}/meta.json", "w").write("{}"), ["meta.json", "vocab_size"]),
     (lambda d: open(f"{d}/meta.json", "w").write('{"vocab_size": 9, "dtype": "uint8", "train_sha256": ""}'),
      ["meta.json", "train_tokens"]),

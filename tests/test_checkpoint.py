@@ -5,7 +5,7 @@ import torch
 
 from configurator import Config, ConfigError
 from system import files
-from trainer import checkpoint
+from trainer import checkpoint, start
 
 DATA = {"train_sha256": "abc", "val_sha256": "def", "vocab_size": 256, "dtype": "uint8", "tokenizer": "bytes"}
 
@@ -70,13 +70,13 @@ def test_a_resume_that_would_compute_something_else_names_the_key(tmp_path, key,
     save_some(tmp_path)
     saved = checkpoint.load(str(tmp_path))
     with pytest.raises(ConfigError, match=f"{key} is"):
-        checkpoint.check_same_run(saved, Config(**{key: value}), DATA)
+        start.check_same_run(saved, Config(**{key: value}), DATA)
 
 
 def test_keys_that_do_not_change_the_run_may_differ_and_contents_may_not(tmp_path):
     save_some(tmp_path)
     saved = checkpoint.load(str(tmp_path))
-    checkpoint.check_same_run(saved, Config(log_interval=3, wandb_log=True, resume="True", out_dir="elsewhere"), DATA)
+    start.check_same_run(saved, Config(log_interval=3, wandb_log=True, resume="True", out_dir="elsewhere"), DATA)
     for key in DATA:
         with pytest.raises(ConfigError, match=f"dataset='stdlib' has other contents.*{key} in meta.json"):
-            checkpoint.check_same_run(saved, Config(), {**DATA, key: "other"})
+            start.check_same_run(saved, Config(), {**DATA, key: "other"})

@@ -6,10 +6,13 @@ import torch
 
 import configurator
 import schedule
-from configurator import Config, ConfigError, parse
+from configurator import Config, ConfigError
 from model import GPT, GPTConfig
+from system import errors
 from tests.helpers import ROOT
-from trainer import distributed, plan
+from trainer import distributed, plan, start
+from trainer.optimizer import OPTIMIZERS
+from trainer.start import parse
 
 CONFIGS = sorted(os.listdir(os.path.join(ROOT, "config")))
 
@@ -129,7 +132,7 @@ def test_values_are_taken_as_people_write_them(args, expected, monkeypatch):
     (["config/wikitext2.py", "--out_dir=out/x", "--batch_size=16"], None)], ids=str)
 def test_a_run_is_called_after_its_config_and_what_was_changed(args, name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert configurator.parse_named(args)[1] == name
+    assert start.parse_named(args)[1] == name
 
 
 def test_a_run_shorter_than_its_warm_up_gets_a_shorter_one_and_says_so(capsys):
@@ -140,7 +143,7 @@ def test_a_run_shorter_than_its_warm_up_gets_a_shorter_one_and_says_so(capsys):
 
 def test_long_names_end_between_keys():
     changed = {key: 1 for key in ("batch_size", "batch_size_start", "max_tokens", "n_layer", "n_head")}
-    assert configurator.run_name("c", changed) == "c-batch_size=1-batch_size_start=1-max_tokens=1-n_layer=1-more"
+    assert start.run_name("c", changed) == "c-batch_size=1-batch_size_start=1-max_tokens=1-n_layer=1-more"
 
 
 def test_help_lists_every_key_with_default_and_reason():
@@ -149,6 +152,10 @@ def test_help_lists_every_key_with_default_and_reason():
     assert "--eval" in text
     for f in dataclasses.fields(Config):
         assert f"--{f.name}={f.default!r}" in text and f.metadata["why"] in text
+
+
+def test_every_optimizer_can_be_chosen():
+    assert configurator.FIELDS["optimizer"].metadata["choices"] == tuple(OPTIMIZERS)
 
 
 def test_every_key_says_whether_it_may_change():
@@ -269,5 +276,5 @@ def test_one_process_of_each_machine_says_what_is_wrong_and_so_does_one_of_no_la
     for name, value in (("LOCAL_RANK", local), ("RANK", rank), ("WORLD_SIZE", world)):
         monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as end:
-        configurator.die("wrong")
+        errors.die("wrong")
     assert end.value.code == 2 and capsys.readouterr().err == "error: wrong\n" * said

@@ -8,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import configurator
 import export
 import sample
 import train
 from configurator import ConfigError
 from model import GPT, GPTConfig
 from tests.helpers import TINY, write_dataset
-from trainer import checkpoint, huggingface, log
+from trainer import checkpoint, huggingface, log, start
 
 transformers = pytest.importorskip("transformers")
 SHAPE = dict(n_layer=2, n_head=2, n_embd=16, vocab_size=64)
@@ -85,7 +84,7 @@ def test_init_from_computes_what_transformers_does(tmp_path, theirs, block_size,
         model = transformers.GPT2LMHeadModel.from_pretrained(folder).to(dtype)
         model.save_pretrained(tmp_path / "half")
         model, folder = model.float().eval(), str(tmp_path / "half")
-    config = configurator.parse([f"--init_from={folder}", f"--block_size={block_size}"])
+    config = start.parse([f"--init_from={folder}", f"--block_size={block_size}"])
     assert (config.n_layer, config.n_head, config.n_embd, config.gelu, config.bias) == (2, 2, 16, "tanh", True)
     gpt = GPT(GPTConfig.of(vars(config), 64)).eval()
     huggingface.load_into(gpt, folder)
@@ -98,11 +97,11 @@ def test_a_name_is_looked_for_in_hugging_faces_cache_alone(tmp_path, theirs, mon
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="init_from='gpt2': .* nothing is fetched"):
-        configurator.parse(["--init_from=gpt2"])
+        start.parse(["--init_from=gpt2"])
     place = tmp_path / "hub" / "models--openai-community--gpt2" / "snapshots" / "abc"
     place.parent.mkdir(parents=True)
     place.symlink_to(theirs[1])
-    assert configurator.parse(["--init_from=gpt2", "--block_size=16"]).n_layer == 2
+    assert start.parse(["--init_from=gpt2", "--block_size=16"]).n_layer == 2
 
 
 def test_weights_in_several_files_and_of_the_hubs_first_gpt2_are_read(tmp_path, theirs):
@@ -150,7 +149,7 @@ def test_weights_that_are_damaged_or_another_models_are_one_line(tmp_path, their
     (["--norm=rmsnorm"], "norm='rmsnorm': init_from")])
 def test_what_contradicts_the_checkpoint_is_refused(theirs, args, words):
     with pytest.raises(ConfigError, match=words):
-        configurator.parse([f"--init_from={theirs[1]}", "--block_size=16", *args])
+        start.parse([f"--init_from={theirs[1]}", "--block_size=16", *args])
 
 
 @pytest.mark.parametrize("about, words", [
@@ -161,7 +160,7 @@ def test_what_is_no_gpt2_is_refused_by_name(tmp_path, theirs, about, words):
     config = json.load(open(os.path.join(theirs[1], "config.json"))) | about
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=words):
-        configurator.parse([f"--init_from={tmp_path}"])
+        start.parse([f"--init_from={tmp_path}"])
 
 
 def test_another_vocabulary_is_refused_before_anything_is_made(tmp_path, theirs, capsys):

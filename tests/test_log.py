@@ -10,11 +10,11 @@ import train
 import whatif
 from configurator import ConfigError
 from tests.helpers import TINY
-from trainer import checkpoint, log
+from trainer import log, start
 
 
 def test_every_line_is_json_also_for_values_that_are_not_finite(tmp_path, tiny_args):
-    config = train.configurator.parse(tiny_args(out_dir=tmp_path))
+    config = start.parse(tiny_args(out_dir=tmp_path))
     run_log = log.RunLog(config)
     run_log.write({"step": 1, "tokens": 2, "a": float("nan"), "b": float("inf"), "c": 1.5})
     run_log.close()
@@ -24,14 +24,14 @@ def test_every_line_is_json_also_for_values_that_are_not_finite(tmp_path, tiny_a
 
 
 def test_lines_after_the_checkpoint_are_dropped_on_resume_and_others_kept(tmp_path, tiny_args):
-    config = train.configurator.parse(tiny_args(out_dir=tmp_path))
+    config = start.parse(tiny_args(out_dir=tmp_path))
     first = log.RunLog(config)
     for step in range(5):
         first.write({"step": step, "tokens": step})
         if step == 2:
             known = first.state()
     first.close()
-    second = log.RunLog(config, resume_step=2, known=known)
+    second = log.RunLog(config, 2, known)
     assert second.news is None
     second.write({"step": 3, "tokens": 33})
     second.close()
@@ -85,38 +85,6 @@ def test_a_log_that_a_damaged_checkpoint_does_not_know_is_read(a_run, tmp_path):
     state["log"]["crc"] += 1
     torch.save(state, out / "ckpt.pt")  # its own checksum is not there
     assert log.read(out) == log.read(a_run)
-
-
-def test_a_log_that_was_mended_is_read_and_rows_stay_in_order(tmp_path, tiny_args):
-    def changed(change):
-        with open(tmp_path / "log.jsonl") as f:
-            lines = change(f.readlines())
-        with open(tmp_path / "log.jsonl", "w") as f:
-            f.writelines(lines)
-
-    config = train.configurator.parse(tiny_args(out_dir=tmp_path))
-    train.main(tiny_args(out_dir=tmp_path, stop_tokens=1600))
-    known, step = checkpoint.load(str(tmp_path))["log"], log.read(tmp_path)[-1]["step"]
-    changed(CHANGES["order"])
-    again = log.RunLog(config, resume_step=step, known=known)
-    again.event(step, 1600, again.news)
-    again.close()
-    rows = log.read(tmp_path)
-    assert "is kept as log.jsonl.damaged" in rows[-1]["event"] and [r["step"] for r in rows] == sorted(r["step"] for r in rows)
-    changed(CHANGES["missing"])
-    with pytest.raises(ConfigError, match="does not follow"):
-        log.read(tmp_path)
-
-
-def test_a_log_that_is_lost_right_after_a_resume_is_written_again_in_order(tmp_path, tiny_args):
-    train.main(tiny_args(out_dir=tmp_path, stop_tokens=1600))
-    before = log.read(tmp_path)
-    again = log.RunLog(train.configurator.parse(tiny_args(out_dir=tmp_path)), before[-1]["step"],
-                       known=checkpoint.load(str(tmp_path))["log"])
-    (tmp_path / "log.jsonl").unlink()
-    again.state()
-    again.close()
-    assert log.read(tmp_path)[:-1] == before
 
 
 @pytest.mark.parametrize("n, text", [(0, "0"), (999, "999"), (1234, "1.23k"), (3_000_000, "3M"), (2_219_950_080, "2.22B"),

@@ -10,6 +10,7 @@ import pytest
 import sample
 import train
 from data import nanogpt, tokens
+from system.errors import ConfigError
 from tests.helpers import TINY
 from trainer import batches, log, plan
 
@@ -113,7 +114,7 @@ def test_no_code_of_a_pickle_is_run(tmp_path, monkeypatch, capsys):
     folder = write(tmp_path / "d")
     for data in (EVIL, b"cos\nsystem\n(S'true'\ntR.", pickle.dumps(len), pickle.dumps(pickletools.OpcodeInfo)):
         (tmp_path / "d" / "meta.pkl").write_bytes(data)
-        with pytest.raises(tokens.PrepareError, match="more than plain values"):
+        with pytest.raises(ConfigError, match="more than plain values"):
             nanogpt.describe(folder)
     with pytest.raises(SystemExit) as e:
         train.main(arguments(folder, tmp_path / "run"))
@@ -129,7 +130,7 @@ def test_no_code_of_a_pickle_is_run(tmp_path, monkeypatch, capsys):
 def test_a_meta_pkl_that_is_none_is_one_line(tmp_path, data, words):
     folder = write(tmp_path / "d")
     (tmp_path / "d" / "meta.pkl").write_bytes(data)
-    with pytest.raises(tokens.PrepareError, match=words) as e:
+    with pytest.raises(ConfigError, match=words) as e:
         nanogpt.describe(folder)
     assert "\n" not in str(e.value)
 

@@ -1,5 +1,6 @@
 """What keeps a run whole, mechanism by mechanism. tests/attack/ has the same from outside."""
 
+import json
 import os
 import random
 import shutil
@@ -13,15 +14,17 @@ import pytest
 import torch
 
 import configurator
+import plot
 import sample
 import schedule
 import train
+import whatif
 from configurator import Config, ConfigError
 from plots import compare
 from sweeps import common, grid, jobs
 from system import files
-from tests.helpers import ROOT, assert_same_run, run_script, write_dataset
-from trainer import batches, checkpoint, log, resume
+from tests.helpers import ROOT, assert_same_run, run_script, tree, write_dataset
+from trainer import batches, checkpoint, log, start
 from trainer.run import Run, all_finite
 
 
@@ -189,20 +192,31 @@ def started_log(tmp_path):
 
 @pytest.mark.parametrize("harm", [lambda text: text[:-20], lambda text: "\0" * 40 + text[40:], lambda text: "garbage\n" + text,
                                   lambda text: text.replace("1.0", "2.0", 1)])
-def test_a_log_that_changed_is_kept_aside_with_a_word(tmp_path, harm):
+def test_a_log_that_changed_is_refused_and_stays_as_it_is(tmp_path, harm):
     known, path = started_log(tmp_path)
+    log.check(tmp_path, known)
     path.write_text(harm(path.read_text()))
-    changed = path.read_bytes()
-    again = log.RunLog(Config(out_dir=str(tmp_path)), 3, known=known)
-    again.close()
-    assert "is kept as log.jsonl.damaged" in again.news and (tmp_path / "log.jsonl.damaged").read_bytes() == changed
-    assert all(row["step"] <= 3 for row in log.read(tmp_path))
+    with pytest.raises(ConfigError, match="restore the file from a copy, or move it away: the log then begins anew$"):
+        log.check(tmp_path, known)
 
 
-def test_a_log_that_is_gone_is_said(tmp_path):
-    known, path = started_log(tmp_path)
-    path.unlink()
-    assert "it is gone" in log.RunLog(Config(out_dir=str(tmp_path)), 3, known=known).news
+@pytest.mark.parametrize("rest", ["move", "empty"])
+def test_a_resume_whose_log_changed_is_one_line_and_without_a_log_it_begins_one(tmp_path, tiny_args, capsys, rest):
+    train.main(tiny_args(out_dir=tmp_path, stop_tokens=640))
+    path = tmp_path / "log.jsonl"
+    path.write_text(path.read_text().replace("4.1", "3.1"))
+    before = tree(tmp_path)
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        train.main(tiny_args(out_dir=tmp_path, resume="auto"))
+    said = capsys.readouterr().err
+    assert e.value.code == 2 and said.count("\n") == 1 and "or move it away: the log then begins anew" in said
+    assert tree(tmp_path) == before and train.main([str(tmp_path), "--eval"]) == 0
+    path.rename(tmp_path / "moved") if rest == "move" else path.write_text("")
+    assert train.main(tiny_args(out_dir=tmp_path, resume="auto", stop_tokens=1280)) == 0
+    rows = log.read(tmp_path)
+    assert rows[0] == {"step": 10, "tokens": 704, "event": f"{path} is gone: the log begins anew at step 10"}
+    assert train.main(tiny_args(out_dir=tmp_path, resume="auto")) == 0 and log.read(tmp_path)[:len(rows)] == rows
 
 
 def test_a_bad_line_in_the_middle_is_an_error_and_a_torn_last_one_is_not(tmp_path):
@@ -276,27 +290,27 @@ def test_a_bad_edit_of_batch_file_leaves_the_last_good_one(tmp_path, text):
 
 
 def test_settings_of_another_schedule_are_said(capsys):
-    configurator.parse(["--batch_schedule=constant", "--batch_shrink=True", "--batch_size=16"])
+    start.parse(["--batch_schedule=constant", "--batch_shrink=True", "--batch_size=16"])
     assert capsys.readouterr().out == "batch_shrink: without effect under batch_schedule=constant\n"
-    configurator.parse(["--batch_schedule=late", "--batch_size_start=8"])
+    start.parse(["--batch_schedule=late", "--batch_size_start=8"])
     assert capsys.readouterr().out == "", "late begins with it"
 
 
 def test_a_controller_that_could_not_see_communication_is_said(capsys):
     keys = ["--batch_schedule=gns", "--parallel=fsdp", "--micro_batch_size=4", "--batch_size=64"]
-    configurator.parse([*keys, "--batch_size_start=8"], 2)
+    start.parse([*keys, "--batch_size_start=8"], 2)
     assert "--batch_size_start=16 shows it" in capsys.readouterr().out
     for more, processes in ((["--batch_size_start=16"], 2), (["--batch_size_start=8", "--batch_objective=balance"], 2),
                             (["--batch_size_start=4"], 1)):
-        configurator.parse([*keys, *more], processes)
+        start.parse([*keys, *more], processes)
         assert capsys.readouterr().out == ""
 
 
 def test_a_resume_says_what_will_differ():
     old = {"dtype": "float32", "threads": 2, "micro_batch_size": 8, "processes": 1}
-    assert resume.differences(old, old) is None and resume.differences(None, old) is None
-    assert "threads 4 (was 2): " in resume.differences(old, {**old, "threads": 4})
-    words = resume.differences(old, {**old, "dtype": "bfloat16", "micro_batch_size": 4})
+    assert start.differences(old, old) is None and start.differences(None, old) is None
+    assert "threads 4 (was 2): " in start.differences(old, {**old, "threads": 4})
+    words = start.differences(old, {**old, "dtype": "bfloat16", "micro_batch_size": 4})
     assert "dtype bfloat16 (was float32)" in words and "multiples of micro_batch_size" in words and "another dtype" in words
 
 
@@ -324,31 +338,45 @@ def test_config_json_that_train_did_not_write_is_refused_in_words(tmp_path, text
 
 # -- what is around a run changes while it goes on, or before it goes on
 
-def test_a_log_that_is_removed_or_cut_during_a_run_is_whole_again_or_said(tmp_path):
-    known, path = started_log(tmp_path)
-    whole = path.read_bytes()
-    for harm, steps, words in (
-            (path.unlink, [0, 1, 2, 3, 4], "all rows are written again"),
-            (lambda: path.rename(tmp_path / "rotated"), [0, 1, 2, 3, 4], "all rows are written again"),
-            (lambda: os.truncate(path, len(whole) // 2 + 5), [0, 1, 4], "3 rows can be read and stay"),
-            (lambda: path.open("ab").write(b"mine"), [0, 1, 2, 3, 4], "5 rows can be read and stay")):
-        path.write_bytes(whole)
-        run_log = log.RunLog(Config(out_dir=str(tmp_path)), 3, known=known)
-        harm()
-        run_log.write({"step": 4, "tokens": 4, "train/loss": 1.0})
-        state = run_log.state()
-        run_log.close()
-        rows = log.read(tmp_path)
-        assert "was changed by another program" in rows[-1]["event"] and words in rows[-1]["event"]
-        assert [row["step"] for row in rows[:-1]] == steps and state["size"] == path.stat().st_size
+@pytest.mark.parametrize("how", ["remove", "move", "cut", "empty", "write"])
+def test_a_log_that_is_changed_during_a_run_stays_and_the_run_goes_on_in_another_file(tmp_path, tiny_args, monkeypatch, capsys,
+                                                                                     how):
+    path, show, rows, changed = tmp_path / "log.jsonl", Run.show, [], []
+
+    def shown(run, *numbers):
+        if run.count.step == 5:
+            rows.append(path.read_bytes())
+            if how in ("cut", "empty"):
+                os.truncate(path, 100 if how == "cut" else 0)
+            elif how == "write":
+                path.open("ab").write(b"mine")
+            else:
+                path.unlink() if how == "remove" else path.rename(tmp_path / "moved")
+            changed.append(path.read_bytes() if path.exists() else None)
+        show(run, *numbers)
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "show", shown)
+        assert train.main(tiny_args(out_dir=tmp_path, stop_tokens=640)) == 0
+    assert "No closing words: " in capsys.readouterr().out
+    assert (path.read_bytes() if path.exists() else None) == changed[0], "nobody repairs it"
+    more = (tmp_path / "log.1.jsonl").read_text().splitlines()
+    assert f"{path} was changed by another program" in json.loads(more[0])["event"] and json.loads(more[1])["step"] == 5
+    assert sum("was changed" in line for line in more) == 1
+    for command in (whatif, plot):
+        with pytest.raises(SystemExit):
+            command.main([str(tmp_path)])
+        assert capsys.readouterr().err.count("\n") == 1
+    path.write_bytes(rows[0] + (tmp_path / "log.1.jsonl").read_bytes())  # as its words say
+    assert log.read(tmp_path)[-1]["tokens"] == 704 and train.main(tiny_args(out_dir=tmp_path, resume="True")) == 0
+    assert log.read(tmp_path)[-1]["tokens"] >= 3200
 
 
 def test_files_that_were_damaged_before_stay_beside_those_of_today(tmp_path):
-    path = tmp_path / "log.jsonl"
+    path = tmp_path / "ckpt.pt"
     for text in "abc":
         path.write_text(text)
         checkpoint.keep_aside(str(path))
-    assert sorted(p.read_text() for p in tmp_path.glob("log.jsonl.damaged*")) == ["a", "b", "c"]
+    assert sorted(p.read_text() for p in tmp_path.glob("ckpt.pt.damaged*")) == ["a", "b", "c"]
 
 
 def test_a_gap_between_checkpoints_hides_none(tmp_path):

@@ -15,10 +15,10 @@ import plot
 import train
 import whatif
 from configurator import ConfigError
-from data import tokens
-from system import files
+from data import tokenizers, tokens
+from system import files, output
 from tests.helpers import RAMP, ROOT, write_run
-from trainer import checkpoint, output
+from trainer import checkpoint
 
 
 @pytest.fixture
@@ -195,6 +195,6 @@ def test_a_run_removes_its_own_temporary_files_and_no_others(tmp_path, tiny_args
 def test_preparing_data_removes_its_own_temporary_files_and_no_others(tmp_path):
     for name in ("thesis.tmp", "train.bin.tmp", "book.20261118.tmp", "val.bin.0123abcd.tmp", "meta.json.0123abcd.tmp"):
         (tmp_path / name).write_text("x")
-    with tokens.DatasetWriter(tmp_path, tokens.ByteTokenizer()):
+    with tokens.DatasetWriter(tmp_path, tokenizers.ByteTokenizer()):
         pass
     assert sorted(os.listdir(tmp_path)) == ["book.20261118.tmp", "thesis.tmp", "train.bin.tmp"]

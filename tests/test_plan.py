@@ -10,7 +10,7 @@ import configurator
 import train
 from configurator import Config
 from model import GPT, GPTConfig
-from trainer import log, plan
+from trainer import log, plan, start
 
 V = 100
 SHAPES = [dict(), dict(bias=False), dict(norm="rmsnorm"), dict(norm="rmsnorm", bias=False, tie_weights=False),
@@ -55,7 +55,7 @@ def test_parameters_and_flops_are_those_of_the_model(shape):
 
 @pytest.mark.parametrize("name", ["gpt_70m", "gpt_111m", "gpt_161m", "gpt_1_3b"])
 def test_parameters_of_the_named_configs(name):
-    config = configurator.parse([f"config/{name}.py"])
+    config = start.parse([f"config/{name}.py"])
     names = {f.name for f in dataclasses.fields(GPTConfig)} & set(configurator.FIELDS)
     with torch.device("meta"):
         model = GPT(GPTConfig(vocab_size=50257, **{k: getattr(config, k) for k in names}))
@@ -135,7 +135,7 @@ def test_steps_are_those_of_a_real_run(tmp_path, tiny_args, schedule, monkeypatc
     args = tiny_args(out_dir=tmp_path / "run", batch_schedule=schedule, gns="off", max_tokens=2000)
     train.main(args)
     last = [r for r in log.read(tmp_path / "run") if "train/loss" in r][-1]
-    assert plan.steps(configurator.parse(args), 1)[:2] == (last["step"], last["tokens"])
+    assert plan.steps(start.parse(args), 1)[:2] == (last["step"], last["tokens"])
 
 
 def test_a_plan_for_eight_devices_says_which_micro_batch_it_takes(capsys):

@@ -14,7 +14,7 @@ import train
 from configurator import Config, ConfigError
 from system import files
 from tests.helpers import ROOT, TINY, as_args, assert_same_run, same_tensors, tree, untimed
-from trainer import checkpoint, log, naming, resume
+from trainer import checkpoint, log, start
 
 
 @pytest.fixture(autouse=True)
@@ -147,13 +147,13 @@ def test_latest_is_the_run_itself_and_stays_away_where_it_cannot_be(here, config
     assert train.main(["out/latest"]) == 0 and config_of("out/mine")["out_dir"] == "out/mine"
     os.unlink("out/latest")
     os.mkdir("out/latest")
-    naming.point_to("out/mine")
+    start.point_to("out/mine")
     assert not os.path.islink("out/latest")
     os.rmdir("out/latest")
     monkeypatch.setattr(os, "symlink", lambda *_: (_ for _ in ()).throw(OSError(1, "not permitted")))
-    naming.point_to("out/mine")
+    start.point_to("out/mine")
     assert not os.path.lexists("out/latest") and os.listdir("out") == ["mine"]
-    naming.point_to("elsewhere/mine")
+    start.point_to("elsewhere/mine")
     assert not os.path.lexists("elsewhere")
 
 
@@ -191,15 +191,15 @@ def test_resume_without_a_run_of_this_name_says_what_there_is(here, config_file,
 
 def test_two_that_start_at_once_take_two_folders(here, monkeypatch):
     """One looks while the other has the folder, but nothing in it yet."""
-    monkeypatch.setattr(resume, "holds_a_run", lambda folder: False)
+    monkeypatch.setattr(start, "holds_a_run", lambda folder: False)
     config, folders, both = Config(), [], threading.Barrier(8)
 
-    def start():
+    def begin():
         both.wait()
-        with naming.held(config, "mine") as folder:
+        with start.held(config, "mine") as folder:
             folders.append(folder)
             both.wait()
-    threads = [threading.Thread(target=start) for _ in range(8)]
+    threads = [threading.Thread(target=begin) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -209,7 +209,7 @@ def test_two_that_start_at_once_take_two_folders(here, monkeypatch):
 
 def test_a_given_folder_that_is_in_use_is_refused(here):
     with files.only_writer("out/x", ConfigError), pytest.raises(ConfigError, match="in use by process"):
-        with naming.held(Config(out_dir="out/x"), None):
+        with start.held(Config(out_dir="out/x"), None):
             pass
 
 

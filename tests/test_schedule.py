@@ -15,7 +15,7 @@ from configurator import Config, ConfigError
 from rightbatch.decision import Cost, Noise
 from schedule import Controller, build, learning_rate_at
 from tests.helpers import ROOT, assert_same_run, untimed
-from trainer import checkpoint, log, noise_scale, plan
+from trainer import checkpoint, log, noise_scale, plan, start
 
 
 def test_constant_batch_is_the_batch():
@@ -103,9 +103,9 @@ def test_a_schedule_is_one_class_for_trainer_checks_resume_and_plan(tmp_path, ti
     rows = logged(tmp_path / "run")
     assert {r["batch_size"] for r in rows} == {4, 16}
     assert checkpoint.load(str(tmp_path / "run"))["schedule"]["seen"] == sum(r["tokens"] < 3200 for r in rows)
-    assert plan.steps(configurator.parse(args), 1) == (rows[-1]["step"], rows[-1]["tokens"], (4, 16))
+    assert plan.steps(start.parse(args), 1) == (rows[-1]["step"], rows[-1]["tokens"], (4, 16))
     with pytest.raises(ConfigError, match="batch_size=14: is not a multiple of micro_batch_size=4"):
-        configurator.parse([*args, "--batch_size=14"])
+        start.parse([*args, "--batch_size=14"])
 
 
 # -- steps and file
@@ -340,7 +340,7 @@ def test_a_run_goes_by_the_whole_models_noise_scale_in_its_metric_and_never_by_t
     row |= {"gns/calibrated_adam": 61.0, "gns": 61.0, "gns_low": 1.0, "gns_high": 99.0}
     assert noise_scale.of(row) == (61.0, 1.0, 99.0) and noise_scale.words(row) == "the whole model in Adam's metric"
     with pytest.raises(ConfigError, match="gns_calibrate=False: .*gns=exact"):
-        configurator.parse(["--batch_schedule=gns", "--gns_calibrate=False"])
+        start.parse(["--batch_schedule=gns", "--gns_calibrate=False"])
 
 
 COST = Cost((0.4, 0.39, 0.41), (0.01, 0.0099, 0.0101))  # t0 / t1 is 40 sequences

@@ -11,9 +11,9 @@ import weakref
 import numpy as np
 import torch
 
-from configurator import ConfigError
 from data import nanogpt, tokens
 from system import files
+from system.errors import ConfigError
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -27,7 +27,7 @@ def find(dataset):
         from data.stdlib import prepare  # embedded: made on the spot, no network
         with files.only_writer(os.path.join(folder, "first"), ConfigError, wait=True):  # of several first runs one makes it
             if not os.path.isfile(os.path.join(folder, "meta.json")):
-                said_as_config_error(prepare.prepare)
+                prepare.prepare()
         return folder
     if os.path.isfile(dataset) and not dataset.endswith(".bin"):
         raise ConfigError(f"dataset={dataset!r} is a file: python data/text/prepare.py {dataset} --out=data/mytext, and then "
@@ -48,13 +48,6 @@ def is_prepared(folder):
     return os.path.isfile(os.path.join(folder, "meta.json")) or nanogpt.is_there(folder)
 
 
-def said_as_config_error(function):
-    try:
-        return function()
-    except tokens.PrepareError as e:
-        raise ConfigError(str(e)) from None
-
-
 class Dataset:
     """Both splits of a prepared dataset, checked against its meta.json and the context length."""
 
@@ -63,42 +56,21 @@ class Dataset:
         self.block_size = block_size
         self.assumed = None  # in words, where there is no meta.json
         if os.path.isfile(os.path.join(self.folder, "meta.json")):
-            self.meta = self._read_meta(dataset)
+            self.meta = tokens.read_meta(self.folder)
         else:
-            self.meta, self.assumed = said_as_config_error(lambda: nanogpt.describe(self.folder))
+            self.meta, self.assumed = nanogpt.describe(self.folder)
         self.vocab_size, self.dtype = self.meta["vocab_size"], np.dtype(self.meta["dtype"])
         self.tokenizer = self.meta["tokenizer"]
-        self.counts = {split: self.meta[f"{split}_tokens"] for split in ("train", "val")}
-        self.tokens = {split: self._open(split) for split in ("train", "val")}
-        found = said_as_config_error(lambda: tokens.checksums(
-            self.folder, {split: ids.descriptor for split, ids in self.tokens.items()}, None if self.assumed else self.meta))
+        self.tokens = {split: self._open(split) for split in tokens.SPLITS}
+        checksums = tokens.checksums(self.folder, {split: ids.descriptor for split, ids in self.tokens.items()},
+                                     None if self.assumed else self.meta)
         for split, ids in self.tokens.items():
-            ids.checksum = self.meta[f"{split}_sha256"] = found[split]
-
-    def _read_meta(self, dataset):
-        try:
-            meta = tokens.read_json(os.path.join(self.folder, "meta.json"))
-            tokens.check_meta(meta)
-            return meta
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as e:
-            raise ConfigError(f"dataset={dataset!r}: {self.folder}/meta.json is not readable ({e}): "
-                              "prepare the dataset again") from None
+            ids.checksum = self.meta[f"{split}_sha256"] = checksums[split]
 
     def _open(self, split):
-        path = os.path.join(self.folder, f"{split}.bin")
-        expected = self.counts[split]
-        size = os.path.getsize(path) if os.path.isfile(path) else None
-        if size is None:
-            raise ConfigError(f"{path} is missing: prepare the dataset again")
-        if size == 0:
-            raise ConfigError(f"{path} is empty: prepare the dataset again")
-        if size != expected * self.dtype.itemsize:
-            raise ConfigError(f"{path} holds {size} bytes, meta.json says {expected} tokens of {self.dtype} "
-                              f"({expected * self.dtype.itemsize} bytes): it is truncated or from another "
-                              "preparation; prepare the dataset again")
-        if expected <= self.block_size:
-            raise ConfigError(f"block_size={self.block_size}: {path} has only {expected} tokens; "
-                              f"take block_size below {expected}")
+        path, count = os.path.join(self.folder, f"{split}.bin"), self.meta[f"{split}_tokens"]
+        if count <= self.block_size:
+            raise ConfigError(f"block_size={self.block_size}: {path} has only {count} tokens; take block_size below {count}")
         return OpenTokens(path, self.dtype)
 
     def check(self):
@@ -124,8 +96,8 @@ class Dataset:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self.vocab_size:
             known = "as assumed without a meta.json, " if self.assumed else "of meta.json "
-            found, end = (low, "begins at 0") if low < 0 else (high, f"ends at {self.vocab_size - 1}")
-            raise ConfigError(f"{self.folder}/{split}.bin holds token id {found}, the vocabulary {known}{end}: prepare the "
+            wrong, end = (low, "begins at 0") if low < 0 else (high, f"ends at {self.vocab_size - 1}")
+            raise ConfigError(f"{self.folder}/{split}.bin holds token id {wrong}, the vocabulary {known}{end}: prepare the "
                               "dataset again")
         ids = torch.from_numpy(ids.astype(np.int64))
         if torch.device(device).type == "cuda":  # pinned, so that the host goes on while the copy waits its turn on the stream

@@ -8,7 +8,6 @@ way to the one before, in words. Everybody reads through load().
 """
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import os
@@ -19,16 +18,12 @@ import zlib
 
 import torch
 
-import configurator
-import schedule
-from configurator import ConfigError
 from system import files
+from system.errors import ConfigError
 from trainer import tensors
 
 NAME, BEST = "ckpt.pt", "ckpt.best.pt"
 FORMAT = 2
-FILES = r"ckpt(\.\w+)?\.pt|log\.jsonl|config\.json|step_time\.json"  # of a run; nobody else writes them
-PICTURES = r"(report|compare|layers|whatif)\.png|compare\.json"
 OURS = errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM  # not the file's fault
 MARK = b"\nrightbatch crc32 "  # and eight hex digits: how a checkpoint ends
 
@@ -38,10 +33,10 @@ MARK = b"\nrightbatch crc32 "  # and eight hex digits: how a checkpoint ends
 def unshare(path):
     """Before a file is written in place: one that has a second name, as cp -al gives it for a backup, becomes our own."""
     with contextlib.suppress(FileNotFoundError):
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):  # a pipe would be waited for
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
             raise ConfigError(f"{path} is no file: remove it")
-        if found.st_nlink > 1:
+        if status.st_nlink > 1:
             with open(path, "rb") as f:
                 data = f.read()
             files.write_atomically(path, lambda f: f.write(data))
@@ -79,15 +74,15 @@ def rotate(out_dir, keep):
         if age >= keep:  # more were kept before
             with files.about(numbered(out_dir, age)):
                 os.unlink(numbered(out_dir, age))
-    row = next(age for age in range(len(there) + 1) if age not in there)  # of them, from ckpt.pt on without a gap
-    for age in range(min(row, keep - 1), 0, -1):
+    free = next(age for age in range(len(there) + 1) if age not in there)  # the youngest age that no checkpoint has
+    for age in range(min(free, keep - 1), 0, -1):
         move = also_call if age == 1 else os.replace
         with files.about(numbered(out_dir, age)):
             move(numbered(out_dir, age - 1), numbered(out_dir, age))
 
 
 def also_call(path, name):
-    """A second name for a file; a second file where the file system has no such thing."""
+    """A second name for a file; a copy where the file system has no links."""
     second = files.beside(name)
     try:
         try:
@@ -109,12 +104,12 @@ def saved_in(out_dir):
 
 
 def ages(out_dir):
-    """0 for ckpt.pt, 1 for ckpt.1.pt, ...: those that are there."""
+    """The checkpoints of a folder by number: 0 for ckpt.pt, 1 for ckpt.1.pt, ..."""
     try:
-        found = [re.fullmatch(r"ckpt(?:\.([1-9][0-9]{0,5}))?\.pt", name) for name in os.listdir(out_dir)]
+        matches = [re.fullmatch(r"ckpt(?:\.([1-9][0-9]{0,5}))?\.pt", name) for name in os.listdir(out_dir)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted(int(match[1] or 0) for match in found if match)
+    return sorted(int(match[1] or 0) for match in matches if match)
 
 
 def load(out_dir, device="cpu", mmap=False):
@@ -150,9 +145,9 @@ def load_best(out_dir, device="cpu"):
 
 
 def read(path, device, mmap):
-    found = trouble(path)
-    if found:
-        raise ConfigError(f"{path} is not a readable checkpoint: {found}")
+    wrong = trouble(path)
+    if wrong:
+        raise ConfigError(f"{path} is not a readable checkpoint: {wrong}")
     try:
         state = tensors.load(path, device, mmap)
         version = state["format"]
@@ -206,39 +201,3 @@ def tell(text):
     """To the user, on stderr, from one process."""
     if os.environ.get("RANK", "0") == "0":
         print(text, file=sys.stderr, flush=True)
-
-
-def differing(old, config, branch=False):
-    """Keys in which a resume, or a branch, of a run with the settings `old` would compute something else. A run may become
-    longer, as long as its schedules end where they ended."""
-    new = dataclasses.asdict(config)
-    free = configurator.free_keys(branch) - set(() if branch else schedule.fixed_on_resume(config))
-    keys = {k for k in new if k not in free and k in old and _plain(old[k]) != _plain(new[k])}
-    ends = ("decay_tokens", "batch_tokens")
-    if not branch and config.max_tokens > old["max_tokens"] and all(new[k] == (old.get(k) or old["max_tokens"]) for k in ends):
-        keys -= {"max_tokens", *ends}
-    return [k for k in new if k in keys]
-
-
-def check_same_run(state, config, data, branch=False):
-    """A resume that would compute something else says which key differs; a branch may change more. data: meta.json's."""
-    old, what = state["config"], "branch" if branch else "resume"
-    differ = differing(old, config, branch)
-    if differ:
-        listed = ", ".join(f"{k} is {getattr(config, k)!r}, the checkpoint has {old[k]!r}" for k in differ)
-        other = "start a new out_dir"
-        if differ == ["max_tokens"] and config.max_tokens > old["max_tokens"]:
-            other = f"make it longer with python train.py {config.out_dir} --max_tokens={config.max_tokens}"
-        elif not branch and set(differ) <= configurator.free_keys(branch=True):
-            typed = " ".join(f"--{k}={getattr(config, k)}" for k in differ)
-            other = f"start a new run from this one's checkpoint with python train.py --branch_from={config.out_dir} {typed}"
-        raise ConfigError(f"{what}: {listed}; give the old value, or {other}")
-    differ = [k for k in ("train_sha256", "val_sha256", "vocab_size", "dtype", "tokenizer", "characters")
-              if k in state["data"] and state["data"][k] != data.get(k)]
-    if differ:
-        raise ConfigError(f"{what}: dataset={config.dataset!r} has other contents than the checkpoint's (it was prepared anew; "
-                          f"{', '.join(differ)} in meta.json): restore it, or start a new out_dir")
-
-
-def _plain(value):
-    return list(value) if isinstance(value, tuple) else value

@@ -7,63 +7,35 @@ everything here does nothing.
     ranks.sync(run_model, last)                    # before each forward pass: gradients travel in the last micro-step only
     ranks.sum(flat)                                # the numbers of a step, one flat tensor, SUM over ranks
     ranks.agree(step, numbers)                     # stops the run, naming the rank, where ranks have come apart
-    ranks.stop()
+    ranks.stop()                                   # all together; how a run ends otherwise: watchdog.py
 
 Batches: micro-step k of rank r reads examples first + (k * world + r) * micro_batch_size ..., so a step of B examples reads
 the same B examples in the same order however many processes share it. Each rank's loss is the mean over its own B / world
 examples, DDP and FSDP average gradients over ranks, so the gradient is the mean over all B.
 
-Stopping: a signal reaches ranks at different moments, but they must leave after the same step, since a step is
-collective. The ranks vote while the step computes: one integer on the host through gloo, started before the
-step and read after it, so it neither waits for the device nor delays it. They leave after the step in which the vote is seen.
+Stopping: a signal reaches ranks at different moments, but they must leave after the same step, since a step is collective. The
+ranks vote while the step computes: one integer on the host through gloo, started before the step and read after it.
 
-Dying: a rank that is killed takes the run with it, within seconds and in words (watchdog.py).
-
-Checkpoints are whole: every tensor gathered, one file in the layout of one process. One file is what users copy, sample
-from and publish, and any number of ranks in either mode reads it. The limits: rank 0 needs host memory for weights and
-both moments (12 bytes per parameter), and writes alone: fine to some ten billion parameters, above which
-torch.distributed.checkpoint's folder of shards is the right tool.
+Checkpoints are whole: every tensor gathered, one file in the layout of one process, which any number of ranks in either mode
+reads. Rank 0 needs host memory for weights and both moments (12 bytes per parameter), and writes alone: fine to some ten
+billion parameters, above which torch.distributed.checkpoint's folder of shards is the right tool.
 """
 
 import gc
-import json
 import os
-import re
-import sys
-import time
-import traceback
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import configurator
-from configurator import ConfigError
-from trainer.optimizer import NEEDS_UNSHARDED
-from trainer.watchdog import TIMEOUT, Watchdog, connect, exchange
+from system.errors import ConfigError, explain
+from trainer.optimizer import NEEDS_UNSHARDED, for_each_tensor
+from trainer.watchdog import TIMEOUT, Watchdog, connect, environment, world_size
 
 # All blocks share one code object, and with it Dynamo's limit of 8 graphs; beyond it they run uncompiled. A block has one for
 # each of: first or not, cosine attention or not, measured by norm, exact, with a metric.
 GRAPHS = 64
-COMMUNICATION = re.compile(r"gloo|nccl|connection|broken pipe|socket|store", re.IGNORECASE)
-
-
-def world_size():
-    """The number of processes of this run, from torchrun's environment."""
-    return environment("WORLD_SIZE", 1, least=1)
-
-
-def environment(name, default=None, least=0):
-    """A whole number that the launcher sets."""
-    text = os.environ.get(name, default)
-    try:
-        number = int(text)
-    except ValueError:
-        number = least - 1
-    if not least <= number < 2**31:
-        raise ConfigError(f"{name}={text} in the environment: expected a whole number of at least {least}: start with "
-                          f"torchrun, or unset {name}")
-    return number
 
 
 def start(config, device):
@@ -79,10 +51,10 @@ def start(config, device):
     local_rank = environment("LOCAL_RANK", rank)
     if rank >= world or environment("MASTER_PORT") > 65535:
         raise ConfigError(f"RANK={rank}, WORLD_SIZE={world}, MASTER_PORT={env['MASTER_PORT']} cannot be: start with torchrun")
+    if device == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ConfigError(f"process {local_rank} of this machine has no device: there are {torch.cuda.device_count()}; "
+                          "lower --nproc_per_node")
     if device == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise ConfigError(f"process {local_rank} of this machine has no device: there are {torch.cuda.device_count()}; "
-                              "lower --nproc_per_node")
         torch.cuda.set_device(local_rank)  # "cuda" is this one from here on
     keeps_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     dist.init_process_group("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", store=connect(keeps_store), rank=rank,
@@ -121,13 +93,16 @@ class Ranks:
 
         FSDP's mixed precision: blocks are gathered in the autocast dtype (half the traffic), the rest in float32, so that the
         residual stream stays float32 as without FSDP; gradients are summed and kept in float32. Inputs are not
-        cast: the probes among them are float32. A block's norm weights are used rounded, unlike under DDP."""
+        cast: the probes among them are float32. A block's norm weights are used rounded, unlike under DDP.
+
+        Each block is compiled by itself, inside the hooks with which FSDP gathers and frees its parameters. A model compiled as
+        a whole has its gradients when the backward pass is over, and nothing is left to hide their transfer behind."""
         if compile:
             torch._dynamo.config.recompile_limit = GRAPHS
         if self.world == 1:
             return torch.compile(model) if compile else model
-        if compile:
-            compile_blocks(model)
+        for block in model.h if compile else ():
+            block.forward = torch.compile(block.forward)
         self.by_hand = config.gns_crosscheck
         if config.parallel == "ddp":
             if self.by_hand:  # the cross-check looks at this rank's own gradient first
@@ -151,11 +126,9 @@ class Ranks:
 
     def sync(self, run_model, last):
         """Before the forward pass of a micro-step: whether its backward pass communicates."""
-        if self.world == 1 or self.by_hand:
-            return
         if self.sharded:
             run_model.set_requires_gradient_sync(last)
-        else:
+        elif self.ddp:
             run_model.require_backward_grad_sync = last  # what DDP.no_sync() sets, for forward and backward alike
 
     def average(self, tensors):
@@ -178,7 +151,7 @@ class Ranks:
         return tensor
 
     def host_sum(self, number):
-        return float(self.sum(torch.tensor(float(number), dtype=torch.float64))) if self.world > 1 else number
+        return float(self.sum(torch.tensor(float(number), dtype=torch.float64)))
 
     def vote(self, signals):
         """Start the vote on stopping; the function returned ends it: the signal to stop for, or 0, on every rank."""
@@ -194,23 +167,17 @@ class Ranks:
 
     def from_first(self, function):
         """function() on rank 0, its result everywhere."""
-        if self.world == 1:
-            return function()
         result = [function() if self.first else None]
-        dist.broadcast_object_list(result, device=torch.device("cpu"))
+        if self.world > 1:
+            dist.broadcast_object_list(result, device=torch.device("cpu"))
         return result[0]
 
     def everyone(self, value):
         """[value of each rank], everywhere."""
-        if self.world == 1:
-            return [value]
-        values = [None] * self.world
-        dist.all_gather_object(values, value)
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
         return values
-
-    def wait(self):
-        """All ranks have come here. On the host: dist.barrier would use the device."""
-        self.host_sum(0.0)
 
     def agree(self, step, numbers):
         """Every rank must have the same {name: number}, bit for bit; all ranks raise the same error where not."""
@@ -220,9 +187,9 @@ class Ranks:
         rows = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(rows, mine)
         for rank, row in enumerate(rows):
-            differs = (row != rows[0]) & ~(row.isnan() & rows[0].isnan())
-            if differs.any():
-                i = int(differs.nonzero()[0])
+            differs = ((row != rows[0]) & ~(row.isnan() & rows[0].isnan())).nonzero()
+            if len(differs):
+                i = int(differs[0])
                 raise ConfigError(f"step {step}: the processes have come apart: {list(numbers)[i]} is {float(row[i])!r} on "
                                   f"rank {rank} and {float(rows[0][i])!r} on rank 0. Go on from the last checkpoint; if it "
                                   "happens again, look for a faulty device or another version of the code on that machine")
@@ -239,60 +206,55 @@ class Ranks:
                 try:
                     result = function()
                 except Exception as e:
-                    error = configurator.explain(e)
+                    error = explain(e)
                     if error is None:
                         raise
             if in_turn:
-                self.wait()
-        errors = self.everyone(error)
-        failed = [rank for rank, e in enumerate(errors) if e is not None]
+                self.host_sum(0)  # all have come here; dist.barrier would use the device
+        failed = [(rank, words) for rank, words in enumerate(self.everyone(error)) if words is not None]
         if failed:
-            where = "" if len(failed) == self.world else f"rank {failed[0]}: "
-            raise ConfigError(where + errors[failed[0]])
+            rank, words = failed[0]
+            raise ConfigError(words if len(failed) == self.world else f"rank {rank}: {words}")
         return result
 
     # -- checkpoints
 
     def whole_model(self, model):
-        """model.state_dict() as one process has it; sharded parameters gathered one by one, kept on rank 0 only."""
+        """model.state_dict() as one process has it; sharded parameters gathered one by one, kept on rank 0 only. A tied matrix
+        stays one tensor; torch.distributed.checkpoint.state_dict would make two of it."""
         if not self.sharded:
             return model.state_dict()
-        gathered = {}
-        for _, p in model.named_parameters():
-            gathered[id(p)] = self._whole(p.detach())
+        gathered = {id(p): self.whole(p.detach()) for p in model.parameters()}
         return {name: gathered[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
 
     def whole_optimizer(self, optimizer):
+        """optimizer.state_dict() as one process has it. torch.distributed.checkpoint.state_dict would take a step to make the
+        state of an optimizer that has none yet, and so change the bits of the run."""
         saved = optimizer.state_dict()
-        return for_each_tensor(saved, lambda part, i, value: self._whole(value)) if self.sharded else saved
+        return for_each_tensor(saved, lambda part, i, value: self.whole(value)) if self.sharded else saved
 
-    def _whole(self, tensor):
+    def whole(self, tensor):
         full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
         return full.cpu() if self.first else None
 
     def load_optimizer(self, optimizer, saved):
         """A whole optimizer state into this rank's optimizer."""
-        if self.sharded:
-            from torch.distributed.tensor import distribute_tensor
-            params = [[p for group in part.param_groups for p in group["params"]] for part in optimizer.parts]
+        params = [[p for group in part.param_groups for p in group["params"]] for part in optimizer.parts]
 
-            def mine(part, i, value):
-                p = params[part][i]
-                if value.shape != p.shape or value.dim() == 0:
-                    return value
-                cut = distribute_tensor(value.to(self.device), p.device_mesh, p.placements, src_data_rank=None)
-                return cut.clone()  # no view of the file
-            saved = for_each_tensor(saved, mine)
-        elif self.world > 1:  # the file is memory-mapped, see checkpoint.load
-            saved = for_each_tensor(saved, lambda part, i, value: value.clone())
-        optimizer.load_state_dict(saved)
+        def mine(part, i, value):
+            p = params[part][i]
+            if self.sharded and value.dim() and value.shape == p.shape:
+                from torch.distributed.tensor import distribute_tensor
+                value = distribute_tensor(value.to(self.device), p.device_mesh, p.placements, src_data_rank=None)
+            return value.clone()  # no view of the file, which is memory-mapped, see checkpoint.load
+        optimizer.load_state_dict(for_each_tensor(saved, mine) if self.world > 1 else saved)
 
     def gather_shards(self, parts, shapes):
         """{name: whole tensor} from this rank's {name: part}, in one collective; for small ones. FSDP cuts the first
         dimension into pieces of ceil(rows / world). Each rank writes its rows into zeros, and the sum is the whole."""
-        flat = torch.zeros(sum(shape.numel() for shape in shapes.values()), device=self.device)
-        whole = {name: piece.view(shapes[name]) for name, piece in
-                 zip(shapes, flat.split([shape.numel() for shape in shapes.values()]))}
+        counts = [shape.numel() for shape in shapes.values()]
+        flat = torch.zeros(sum(counts), device=self.device)
+        whole = {name: piece.view(shapes[name]) for name, piece in zip(shapes, flat.split(counts))}
         for name, part in parts.items():
             rows = -(-shapes[name][0] // self.world)
             whole[name][self.rank * rows:self.rank * rows + len(part)] = part
@@ -314,13 +276,12 @@ class Ranks:
         """Whether the streams go on where they were: not with another number of ranks, where new ones start."""
         states = saved.get("ranks", [saved])
         if len(states) != self.world:
-            if self.world == 1:
-                torch.manual_seed(mixed(seed, step, 0))
-            self.seed(seed, step)
+            torch.manual_seed(mixed(seed, step, self.rank))
             return False
-        torch.set_rng_state(states[self.rank]["cpu"].cpu())
-        if states[self.rank]["cuda"] and self.device == "cuda":
-            torch.cuda.set_rng_state(states[self.rank]["cuda"][0].cpu())
+        state = states[self.rank]
+        torch.set_rng_state(state["cpu"].cpu())
+        if state["cuda"] and self.device == "cuda":
+            torch.cuda.set_rng_state(state["cuda"][0].cpu())
         return True
 
     # -- the end
@@ -329,77 +290,11 @@ class Ranks:
         """The good end: all together."""
         if self.world > 1:
             gc.collect()  # what still refers to the process group (a DDP model in a cycle) must go before it
-            self.wait()
+            self.host_sum(0)  # all have come here
             self.watchdog.close()
             dist.destroy_process_group()
-
-    def fail(self, error):
-        """Any other exception: say on every rank what happened to which one, and end now."""
-        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and COMMUNICATION.search(str(error))):
-            self.watchdog.end(self.watchdog.who_died() or f"communication failed ({first_line(error)})")
-        words = configurator.explain(error)
-        if words:
-            print(f"error: rank {self.rank}: {words}", file=sys.stderr)
-        else:
-            traceback.print_exception(error)
-        self.watchdog.tell(f"rank {self.rank} failed: {type(error).__name__}: {first_line(error)}")
-        leave(1)
-
-
-def compile_blocks(model):
-    """Each block by itself, inside the hooks with which FSDP gathers and frees its parameters. A model compiled as a whole
-    has its gradients when the backward pass is over, and nothing is left to hide their transfer behind."""
-    for block in model.h:
-        block.forward = torch.compile(block.forward)
-
-
-def leave(code):
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # not sys.exit: taking down a process group whose members are gone can wait for ever
-
-
-def report(error, ranks=None):
-    """An error that the user can mend, and the end of this process: one line, from rank 0, unless it is this rank's alone.
-
-    torchrun writes half a screen about each process that fails. So the others, with the same error as rank 0, leave first
-    and quietly; what torchrun then says is about rank 0 and ends with the error itself (its error file)."""
-    watchdog = ranks and ranks.watchdog
-    try:
-        world, rank = world_size(), environment("RANK", 0)
-    except ConfigError:
-        world = 1  # the error itself, most likely
-    if not watchdog and not (world > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
-        configurator.die(error)  # one process, or no place yet where they could meet
-    mine, error_file = str(error), os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if rank == 0:
-        print(f"error: {mine}", file=sys.stderr, flush=True)
-    same = exchange(watchdog, rank, world_size(), mine).get(0) == mine
-    if rank > 0 and not same:
-        print(f"error: rank {rank}: {mine}", file=sys.stderr, flush=True)
-    if rank == 0:
-        time.sleep(0.5)  # it may keep the store that the others are reading
-    elif error_file and same and os.environ.get("LOCAL_RANK") != "0":  # one process of each machine fails
-        leave(0)
-    if error_file:
-        with open(error_file, "w", encoding="utf-8") as f:
-            json.dump({"message": {"message": f"error: {mine}", "extraInfo": {"timestamp": str(int(time.time()))}}}, f)
-    leave(2)
-
-
-def for_each_tensor(saved, function):
-    """An optimizer's saved state with function(part, parameter number, tensor) in place of each tensor."""
-    def changed(part, one):
-        return {**one, "state": {i: {k: function(part, i, v) for k, v in s.items()} for i, s in one["state"].items()}}
-    if "parts" in saved:
-        return {"parts": [changed(part, one) for part, one in enumerate(saved["parts"])]}
-    return changed(0, saved)
 
 
 def mixed(*numbers):
     """A seed from several numbers, none of which repeats another's stream."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> np.uint64(1))
-
-
-def first_line(error):
-    return (str(error).strip().splitlines() or [""])[0]

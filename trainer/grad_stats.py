@@ -31,17 +31,17 @@ class GradStats:
     def __init__(self, parameters, optimizer, ranks):
         self.params, self.optimizer, self.ranks = parameters, optimizer, ranks
         self.count = sum(p.numel() for p in self.params)
-        self.on, self.last = False, {}
+        self.last = {}
 
     # -- on the device, during a step
 
-    def begin(self, accum, measured):
-        """Before the micro-batches of a step; nothing happens in one that is not measured."""
-        self.on, self.accum, self.taken = measured, accum, 0
+    def begin(self, accum):
+        """Before the micro-batches of a step that is measured."""
+        self.accum, self.taken = accum, 0
         self.micro = self.previous = self.units = self.hook = None
         self.record, self.cosines = {}, []
         self.whole = not self.ranks.sharded  # gradients of single micro-batches are to be had
-        if measured and self.whole and accum * self.ranks.world > 1:
+        if self.whole and accum * self.ranks.world > 1:
             # the gradient on its way to p.grad: of this micro-batch alone, and of this process alone under DDP
             self.hook = register_multi_grad_hook(self.params, self.keep)
 
@@ -69,8 +69,6 @@ class GradStats:
 
     def before_update(self):
         """With G in p.grad, before it is clipped."""
-        if not self.on:
-            return
         world, replicas = self.ranks.world, 1 if self.ranks.sharded else self.ranks.world
         grads = [local(p.grad) for p in self.params]
         self.record["stats/mean"] = total_of(grads) / self.count / replicas
@@ -85,8 +83,6 @@ class GradStats:
 
     def after_update(self):
         """The step's numbers as {name: tensor}, to be summed over processes."""
-        if not self.on:
-            return {}
         replicas = 1 if self.ranks.sharded else self.ranks.world
         weight_sq = norm(self.before).square()
         moved = torch._foreach_sub([local(p).detach() for p in self.params], self.before)
@@ -112,21 +108,21 @@ class GradStats:
 
     def absorb(self, values):
         """The numbers of the newest step, from the arrays of its record."""
-        found = {k.removeprefix("stats/"): float(v[0]) for k, v in values.items() if k.startswith("stats/")}
-        self.last = log_keys(found, float(values["param_sq"].sum()), self.count) if found else {}
+        stats = {k.removeprefix("stats/"): float(v[0]) for k, v in values.items() if k.startswith("stats/")}
+        self.last = log_keys(stats, float(values["param_sq"].sum()), self.count) if stats else {}
 
     def row(self):
         return self.last
 
 
-def log_keys(found, grad_sq, count):
-    row = {"grad/coherence": found.get("coherence"), "grad/coherence_total": found.get("coherence_total"),
-           "grad/mean": found["mean"], "grad/variance": grad_sq / count - found["mean"] ** 2,
-           "adam/snr": found["snr"] / found["seen"] if found["seen"] else None,
-           "update/norm": found["update_sq"] ** 0.5, "update/ratio": (found["update_sq"] / found["weight_sq"]) ** 0.5}
-    for name, sq in found.items():
+def log_keys(stats, grad_sq, count):
+    row = {"grad/coherence": stats.get("coherence"), "grad/coherence_total": stats.get("coherence_total"),
+           "grad/mean": stats["mean"], "grad/variance": grad_sq / count - stats["mean"] ** 2,
+           "adam/snr": stats["snr"] / stats["seen"] if stats["seen"] else None,
+           "update/norm": stats["update_sq"] ** 0.5, "update/ratio": (stats["update_sq"] / stats["weight_sq"]) ** 0.5}
+    for name, sq in stats.items():
         if name.startswith("sq_after_"):
-            k, mean = name.removeprefix("sq_after_"), found[name.replace("sq", "mean", 1)]
+            k, mean = name.removeprefix("sq_after_"), stats[name.replace("sq", "mean", 1)]
             row |= {f"grad/norm_after_{k}": sq**0.5, f"grad/mean_after_{k}": mean,
                     f"grad/variance_after_{k}": sq / count - mean**2}
     return row

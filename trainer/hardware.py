@@ -4,7 +4,6 @@ What this machine is and what it is good at: device, number format, cores, memor
 
 import contextlib
 import ctypes
-import math
 import os
 import platform
 import shlex
@@ -13,42 +12,41 @@ import sys
 import threading
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from configurator import ConfigError
 from system.cores import usable_cores
+from system.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def pick_device(name):
+def pick_device(name: str) -> str:
+    """The device that a setting names; auto takes the best of this machine."""
     cuda, why_not = cuda_available()
-    available = {"cpu": True, "cuda": cuda, "mps": torch.backends.mps.is_available()}
+    there = [d for d, ok in (("cuda", cuda), ("mps", torch.backends.mps.is_available()), ("cpu", True)) if ok]
     if name == "auto":
-        name = next(d for d in ("cuda", "mps", "cpu") if available[d])
         if why_not and os.environ.get("RANK", "0") == "0":
-            print(f"the GPU is not used, {name} is: {why_not}", file=sys.stderr, flush=True)
-    if not available[name]:
-        there = [d for d, ok in available.items() if ok]
-        raise ConfigError(f"device={name!r} is not there; this machine has {', '.join(there)}"
+            print(f"the GPU is not used, {there[0]} is: {why_not}", file=sys.stderr, flush=True)
+        return there[0]
+    if name not in there:
+        raise ConfigError(f"device={name!r} is not there; this machine has {', '.join(reversed(there))}"
                           + (f" ({why_not})" if name == "cuda" and why_not else ""))
     return name
 
 
-def cuda_available():
+def cuda_available() -> tuple[bool, str | None]:
     """(whether torch can use a GPU, why it cannot use one that is there, or None). Torch itself warns, in a paragraph."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         available = torch.cuda.is_available()
-    if available:
-        return True, None
-    said = next((" ".join(str(w.message).split()) for w in caught if "CUDA" in str(w.message)), None)
-    if said:
-        return False, said.split(" (Triggered")[0]
-    if torch.version.cuda is None and os.path.exists("/dev/nvidia0"):
+    warned = next((" ".join(str(w.message).split()) for w in caught if "CUDA" in str(w.message)), None)
+    if warned and not available:
+        return False, warned.split(" (Triggered")[0]
+    if not available and torch.version.cuda is None and os.path.exists("/dev/nvidia0"):
         return False, f"torch {torch.__version__} is built without CUDA: install the build of pypi.org"
-    return False, None
+    return available, None
 
 
 def idle_gpus(device, world, argv):
@@ -59,9 +57,14 @@ def idle_gpus(device, world, argv):
 
 
 def pick_dtype(name, device):
+    """The number format; auto takes bfloat16 where the device has instructions for it: without them a CPU is a hundred times
+    slower than in float32."""
     if name != "auto":
         return DTYPES[name]
-    return torch.bfloat16 if fast_bfloat16(device) else torch.float32
+    capabilities = torch.cpu.get_capabilities() if device == "cpu" else {}
+    fast = (torch.cuda.is_bf16_supported(including_emulation=False) if device == "cuda" else
+            capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return torch.bfloat16 if fast else torch.float32
 
 
 def prepare(config, device):
@@ -90,16 +93,6 @@ def make_deterministic():
     config.deterministic = True  # choose kernels by rule, not by a race
 
 
-def fast_bfloat16(device):
-    """Whether the device has bf16 matrix instructions; without them a CPU is a hundred times slower than in fp32."""
-    if device == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device == "cpu":
-        capabilities = torch.cpu.get_capabilities()
-        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
-    return False
-
-
 def autocast(device, dtype):
     return contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(device, dtype)
 
@@ -117,47 +110,37 @@ def prepare_cpu():
 
 
 def matmul_ceiling(device, dtype, seconds=0.1, clock=time.perf_counter):
-    """FLOP/s of a square matrix product, the best of a fraction of a second: what 100% MFU means on this machine."""
-    if device == "cpu":
-        return cpu_ceiling(dtype, seconds)
-    n = 4096  # a GPU draws less power for ones, and clocks higher, than for data; a generator of its own leaves the run's alone
-    random = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(n, n, device=device, generator=random).to(dtype) for _ in range(2))
-    best, stop = math.inf, clock() + seconds
-    while clock() < stop or best == math.inf:
-        synchronize(device)
-        start = clock()
-        a @ b
-        synchronize(device)
-        best = min(best, clock() - start)
-    return 2 * n**3 / best
+    """FLOP/s of a square matrix product, the best of a fraction of a second: what 100% MFU means on this machine.
 
-
-def cpu_ceiling(dtype, seconds, n=1024):
-    """The sum over as many threads as torch has, each with products of its own, in the CPU time of that thread: what another
-    process takes of the cores at that moment does not count."""
-    threads, found = torch.get_num_threads(), []
+    On a CPU it is the sum over as many threads as torch has, each with products of its own, in the CPU time of that thread:
+    what another process takes of the cores at that moment does not count."""
+    cpu = device == "cpu"
+    n, threads, timer = (1024, torch.get_num_threads(), time.thread_time) if cpu else (4096, 1, clock)
     together = threading.Barrier(threads)
 
-    def measure():
-        torch.set_num_threads(1)  # of this thread
-        a, b = (torch.ones(n, n, dtype=dtype) for _ in range(2))  # not randn: the run's RNG stays untouched
+    def measure(_=None):
+        if cpu:
+            torch.set_num_threads(1)  # of this thread
+        # a GPU draws less power for ones, and clocks higher, than for data. The run's own random numbers stay untouched
+        random = None if cpu else torch.Generator(device).manual_seed(0)
+        a, b = (torch.ones(n, n) if cpu else torch.randn(n, n, device=device, generator=random) for _ in range(2))
+        a, b, times = a.to(dtype), b.to(dtype), []
         a @ b
         together.wait()
-        times, stop = [], time.perf_counter() + seconds
-        while len(times) < 3 or time.perf_counter() < stop:
-            start = time.thread_time()
+        stop = clock() + seconds
+        while len(times) < 3 or clock() < stop:
+            synchronize(device)
+            start = timer()
             a @ b
-            times.append(time.thread_time() - start)
-        found.append(2 * n**3 / min(times))
-
-    workers = [threading.Thread(target=measure) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
+            synchronize(device)
+            times.append(timer() - start)
+        return 2 * n**3 / min(times)
+    if not cpu:
+        return measure()  # in this thread, which has chosen its GPU
+    with ThreadPoolExecutor(threads) as pool:
+        rates = list(pool.map(measure, range(threads)))
     torch.set_num_threads(threads)
-    return sum(found)
+    return sum(rates)
 
 
 def total_memory(device):
@@ -171,10 +154,8 @@ def total_memory(device):
 
 
 def synchronize(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
-    elif device == "mps":
-        torch.mps.synchronize()
+    if device != "cpu":
+        getattr(torch, device).synchronize()
 
 
 def facts(device):
@@ -186,19 +167,18 @@ def facts(device):
         commit = git.stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         commit = None
-    return {"commit": commit, "python": sys.version.split()[0], "torch": torch.__version__,
-            "platform": platform.platform(), "cores": usable_cores(), "threads": torch.get_num_threads(),
-            "device": device_name(device), **(gpu_facts() if device == "cuda" else {})}
+    known = {"commit": commit, "python": sys.version.split()[0], "torch": torch.__version__,
+             "platform": platform.platform(), "cores": usable_cores(), "threads": torch.get_num_threads(),
+             "device": device_name(device)}
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        known |= {"cuda": torch.version.cuda, "multiprocessors": gpu.multi_processor_count, "memory_bytes": gpu.total_memory,
+                  "l2_bytes": getattr(gpu, "L2_cache_size", None), "gpus": torch.cuda.device_count()}
+    return known
 
 
 def device_name(device):
     return torch.cuda.get_device_name() if device == "cuda" else cpu_name() if device == "cpu" else device
-
-
-def gpu_facts():
-    p = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return {"cuda": torch.version.cuda, "multiprocessors": p.multi_processor_count, "memory_bytes": p.total_memory,
-            "l2_bytes": getattr(p, "L2_cache_size", None), "gpus": torch.cuda.device_count()}
 
 
 def cpu_name():

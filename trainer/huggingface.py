@@ -13,9 +13,8 @@ import safetensors
 import torch
 from safetensors.torch import save
 
-import configurator
-from configurator import ConfigError
-from system import files
+from system import errors, files
+from system.errors import ConfigError
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 GELU = {"gelu_new": "tanh", "gelu_pytorch_tanh": "tanh", "gelu": "exact"}
@@ -32,10 +31,10 @@ def read_tensors(path):
         with safetensors.safe_open(path, framework="pt") as f:
             tensors = {name: f.get_tensor(name) for name in f.keys() if not name.endswith(NO_WEIGHTS)}
     except (safetensors.SafetensorError, OSError) as e:
-        raise ConfigError(f"{path} is not a readable safetensors file: {configurator.short(str(e))}") from None
+        raise ConfigError(f"{path} is not a readable safetensors file: {errors.short(str(e))}") from None
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise ConfigError(f"{path}: {configurator.short(name)} is {tensor.dtype}; weights of 16 to 64 bits are read")
+            raise ConfigError(f"{path}: {errors.short(name)} is {tensor.dtype}; weights of 16 to 64 bits are read")
     return tensors
 
 

@@ -1,9 +1,13 @@
 """
 The log of a run: log.jsonl (the truth, one object per line), a readable line and a progress bar in the terminal, and,
 if asked for, wandb (wandb_log.py). An undetermined value is null in the file.
+
+A checkpoint knows size and checksum of the log. A resume goes back to those rows, and writes the later ones again. A log that
+is another one is refused, by a resume and by every reader; it is never repaired.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -11,22 +15,20 @@ import sys
 import time
 import zlib
 
-from configurator import ConfigError
-from system import files, terminal
+from system import terminal
+from system.errors import ConfigError
 from trainer import checkpoint, tensors
 
 NAME = "log.jsonl"
-START = b'{"step":'  # of each row
-SAID = "is not what it was when the checkpoint was written", "was changed by another program while the run went on"  # in a row
 TIMES = {"seconds", "dt_ms", "tok_per_sec", "mfu"}  # never undetermined, nor below zero
 COUNTS = {"step": 0, "tokens": 0, "examples": 0, "bad_steps": 0, "batch_size": 1, "accum": 1,
           "row": 0}  # whole numbers, at least so many; row is the number of a line
 
 
-def read(out_dir, newest=None):
+def read(out_dir, compare=True):
     """The rows of a run's log; a last line cut off by a kill is left out. Any other line that is no row, that is missing or in
-    another place is an error: what follows from half a log would be wrong in silence. newest: checkpoint, {} for none."""
-    path, newest = os.path.join(out_dir, NAME), newest_checkpoint(out_dir) if newest is None else newest
+    another place is an error: what follows from half a log would be wrong in silence. compare: with the newest checkpoint."""
+    path = os.path.join(out_dir, NAME)
     data = read_bytes(path)
     rows = [row_of(line) for line in data.split(b"\n")[:-1]]
     if None in rows:
@@ -35,24 +37,33 @@ def read(out_dir, newest=None):
     if (wrong := out_of_place(rows)) is not None:
         raise ConfigError(f"{path}: line {wrong + 1} does not follow from the line before: lines are missing, or in another "
                           "order; restore the file from a copy")
-    if newest and not begins_as(data, newest["log"]) and not checkpoint.trouble(newest["path"]) and not any(
-            row["step"] >= newest["state"]["step"] and any(words in row.get("event", "") for words in SAID) for row in rows):
-        raise ConfigError(f"{path} is not the log that {newest['path']} was saved with: lines are missing from it, or were "
+    saved, known = known_log(out_dir) if compare else (None, None)
+    if saved and not begins_as(data, known) and not checkpoint.trouble(saved):
+        raise ConfigError(f"{path} is not the log that {saved} was saved with: lines are missing from it, or were "
                           "changed; restore the file from a copy")
     for row in rows:
         row.pop("row", None)
     return rows
 
 
-def newest_checkpoint(out_dir):
-    """What it says of itself, in which a damaged part may stay unseen; {} for none that can be read."""
+def check(out_dir, known):
+    """Refuse to go on with another log than the one that a checkpoint knows (RunLog.state). One that is not there, or empty,
+    begins anew."""
+    path = os.path.join(out_dir, NAME)
+    if os.path.lexists(path) and (data := read_bytes(path)) and not begins_as(data, known):
+        raise ConfigError(f"{path} is not the log that the checkpoint was saved with: lines are missing from it, or were "
+                          "changed; restore the file from a copy, or move it away: the log then begins anew")
+
+
+def known_log(out_dir):
+    """(path, size and checksum of the log) of the newest checkpoint, in which a damaged part may stay unseen; twice None where
+    it cannot be read."""
     with contextlib.suppress(Exception):
         path = checkpoint.saved_in(out_dir)[0]
         if os.path.isfile(path):
-            state = tensors.load(path, "cpu", mmap=True)
-            return {"path": path, "state": {"step": int(state["state"]["step"])},
-                    "log": {key: int(state["log"][key]) for key in ("size", "crc")}}
-    return {}
+            known = tensors.load(path, "cpu", mmap=True)["log"]
+            return path, {key: int(known[key]) for key in ("size", "crc")}
+    return None, None
 
 
 def begins_as(data, known):
@@ -77,7 +88,7 @@ def read_bytes(path):
 
 
 def row_of(line):
-    """{key: number, text or None} of a line, None if it is no such thing."""
+    """{key: number, text or None} of a line; None for a line that is no row."""
     try:
         row = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -97,17 +108,6 @@ def fits(key, value):
     return type(value) in (int, float) and abs(value) < 2**1000 and not (key in TIMES and value < 0)
 
 
-def readable(data, step):
-    """(rows, their bytes) up to a step, of a file that is damaged."""
-    lines = data.split(b"\n")[:-1]
-    rows = [row_of(line) or row_of(line[max(0, line.rfind(START)):]) for line in lines]  # one may begin behind a torn one
-    rows, kept = sorted((row for row in rows if row and row["step"] <= step), key=lambda row: row["step"]), []
-    for row in rows:
-        if follows(row, kept[-1:]):
-            kept.append({**row, "row": len(kept)})
-    return kept, "".join(json.dumps(row) + "\n" for row in kept).encode()
-
-
 def steps(rows):
     """The rows of logged steps, with all that every one of them has."""
     return [row for row in rows if {"train/loss", "batch_size", "seconds"} <= row.keys()]
@@ -125,59 +125,38 @@ def say(text, end="\n"):
 
 
 class RunLog:
-    def __init__(self, config, resume_step=None, wandb_id=None, known=None):
-        """known: state() of the log when the checkpoint of resume_step was written; None where the log begins there."""
-        self.config, self.path = config, os.path.join(config.out_dir, NAME)
-        self.size = self.crc = self.rows = 0
-        self.newest = 0, 0  # step and tokens of the last row
-        self.news = self.reopen(resume_step, known) if known else self.begin()  # what is lost of the file, in words
-        self.file = open(self.path, "a+b")
+    """What a run writes. Where another program changes log.jsonl while the run goes on, its rows go to log.1.jsonl from there
+    on: nothing is repaired, and nothing that is on the disk is written over."""
+
+    def __init__(self, config, step=None, known=None):
+        """known: state() of the log when the checkpoint of `step` was written; None where the log begins there."""
+        self.folder, self.path = config.out_dir, os.path.join(config.out_dir, NAME)
+        self.size = self.crc = self.rows = self.before = 0  # of all rows; bytes in the files before the one that is open
+        self.newest = step or 0, 0  # step and tokens of the last row
+        self.news = None  # that rows are lost, in words
+        with contextlib.suppress(FileNotFoundError):
+            data = read_bytes(self.path)  # refuses what is no file
+            if known and data:
+                self.go_back(step, known, data)
+            else:
+                os.unlink(self.path)
+        if known and known["size"] > self.size:
+            self.news = f"{self.path} is gone: the log begins anew at step {step}"
+        self.file = open(self.path, "ab")
         self.bar = sys.stdout.isatty()
-        self.wandb = None
-        if config.wandb_log:
-            from trainer import wandb_log
-            self.wandb = wandb_log.WandbLog(config, wandb_id, read(config.out_dir, newest={}))
+        self.wandb = None  # a WandbLog, where rows go there, too
 
-    def reopen(self, step, known):
-        """Go back to the rows that the checkpoint knows: the resumed run writes the later ones again. A file that does not
-        begin with them is kept aside, and what can be read of it is gone on with."""
-        data = b""
-        with contextlib.suppress(FileNotFoundError):
-            data = read_bytes(self.path)
-            checkpoint.unshare(self.path)
-        kept, rest = data[:known["size"]], data[known["size"]:]
-        if begins_as(data, known):
-            words = None
-            if rest:
-                say(f"{rest.count(10)} rows of the log are newer than the checkpoint, of step {step}: they are written again")
-                os.truncate(self.path, len(kept))
-        else:
-            rows, kept = readable(data, step)
-            aside = self.put(kept)
-            words = (f"{self.path} {SAID[0]}: " + (
-                     f"it is kept as {aside}, {len(rows)} rows of it can be read and stay" if data else
-                     "it is gone, the rows before this one are lost"))
-        self.size, self.crc, self.rows = len(kept), zlib.crc32(kept), kept.count(b"\n")
-        last = row_of(kept[:-1].rpartition(b"\n")[2]) or {"step": step, "tokens": 0}
-        self.newest = last["step"], last["tokens"]
-        return words
-
-    def begin(self):
-        with contextlib.suppress(FileNotFoundError):
-            read_bytes(self.path)  # refuses what is no file
-            os.unlink(self.path)
-
-    def put(self, data):
-        """Other contents for the file; returns the name under which those that it had are kept, or None."""
-        aside = []
-
-        def make_room():
-            if os.path.lexists(self.path):
-                aside.append(os.path.basename(checkpoint.keep_aside(self.path)))
-        files.write_atomically(self.path, lambda f: f.write(data), ready=make_room)
-        return aside[0] if aside else None
+    def go_back(self, step, known, data):
+        """Go back to the rows that the checkpoint knows: the resumed run writes the later ones again."""
+        checkpoint.unshare(self.path)
+        self.size, self.crc, self.rows = known["size"], known["crc"], data[:known["size"]].count(b"\n")
+        if len(data) > self.size:
+            say(f"{data[self.size:].count(10)} rows of the log are newer than the checkpoint, of step {step}: they are written "
+                "again")
+            os.truncate(self.path, self.size)
 
     def write(self, row):
+        self.look()
         row = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         line = (json.dumps({**row, "row": self.rows}) + "\n").encode()
         try:
@@ -190,32 +169,25 @@ class RunLog:
         if self.wandb:
             self.wandb.write(row)
 
+    def look(self):
+        """Go on in a new file where somebody removed, replaced, cut or wrote to the one that is open."""
+        with contextlib.suppress(FileNotFoundError):
+            mine, named = os.fstat(self.file.fileno()), os.stat(self.path)
+            if os.path.samestat(mine, named) and mine.st_size == self.size - self.before:
+                return
+        changed, others = self.path, (os.path.join(self.folder, f"log.{number}.jsonl") for number in itertools.count(1))
+        self.path = next(path for path in others if not os.path.lexists(path))
+        self.file.close()
+        self.file, self.before = open(self.path, "xb"), self.size
+        self.event(*self.newest, f"{changed} was changed by another program while the run went on: from here on the rows go to "
+                                 f"{self.path}. Nothing reads a log that was changed: restore it from a copy, with these rows "
+                                 "behind it")
+
     def state(self):
-        """Size and checksum of the file, which is on the disk then."""
-        if not self.intact():
-            self.event(*self.newest, self.mend())
+        """Size and checksum of all rows, which are on the disk then."""
+        self.look()
         os.fsync(self.file.fileno())
         return {"size": self.size, "crc": self.crc}
-
-    def intact(self):
-        """Whether the file still has its name and its size: nobody removed, replaced or cut it while the run goes on."""
-        try:
-            mine, named = os.fstat(self.file.fileno()), os.stat(self.path)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(mine, named) and mine.st_size == self.size
-
-    def mend(self):
-        """Write the file again, from what this process still holds of it. Returns words."""
-        data = os.pread(self.file.fileno(), max(self.size, os.fstat(self.file.fileno()).st_size), 0)
-        whole = (len(data), zlib.crc32(data)) == (self.size, self.crc)
-        rows, kept = (None, data) if whole else readable(data, self.newest[0])
-        aside = self.put(kept)
-        self.file.close()
-        self.file, self.size, self.crc, self.rows = open(self.path, "a+b"), len(kept), zlib.crc32(kept), kept.count(b"\n")
-        return (f"{self.path} {SAID[1]}: "
-                + (f"what was there is kept as {aside}, " if aside else "")
-                + ("all rows are written again" if whole else f"{len(rows)} rows can be read and stay"))
 
     @property
     def columns(self):
@@ -224,24 +196,22 @@ class RunLog:
 
     def say(self, text):
         """A line in the terminal, above the progress bar."""
-        say(("\r\033[K" if self.bar else "") + terminal.wrapped(text, self.columns))
+        say((terminal.CLEAR if self.bar else "") + terminal.wrapped(text, self.columns))
 
     def event(self, step, tokens, text):
         self.write({"step": step, "tokens": tokens, "event": text})
         self.say(text)
 
     def progress(self, share, text):
-        if self.bar:
-            width = 24
-            filled = int(share * width)
-            say(f"\r\033[K[{'#' * filled}{'.' * (width - filled)}] {share:4.0%} {text}", end="")
+        """The bar of a terminal that has one (self.bar)."""
+        filled = int(share * 24)
+        say(f"{terminal.CLEAR}[{'#' * filled:.<24}] {share:4.0%} {text}", end="")
 
     def close(self):
-        if not self.intact():
-            self.event(*self.newest, self.mend())
+        self.look()
         self.file.close()
         if self.bar:
-            say("\r\033[K", end="")
+            say(terminal.CLEAR, end="")
 
     def publish(self, words=""):
         """The end, for wandb; words: what the run said there, none where it will go on."""

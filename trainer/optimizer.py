@@ -1,5 +1,5 @@
 """
-The optimizer as the rest of the trainer sees it. What is special to one of torch's optimizers stays in here.
+The optimizer as the rest of the trainer sees it. This file alone knows what sets one of torch's optimizers apart.
 
     optimizer = Optimizer(model, config, device, dtype)
     optimizer.backward(loss)                      # with fp16's loss scale
@@ -112,11 +112,11 @@ class Optimizer:
 
     def metric(self, named):
         """{name: weight per coordinate} of these parameters, this rank's part of each; None where one has no second moment."""
-        found = [self.moments(p) for p in named.values()]
-        if not found or not all(found):
+        moments = [self.moments(p) for p in named.values()]
+        if not moments or not all(moments):
             return None
-        group, step = found[0][1], found[0][0]["step"]
-        weights = adam_metric([local(state["exp_avg_sq"]) for state, _ in found], step, group["betas"][1], group["eps"])
+        group, step = moments[0][1], moments[0][0]["step"]
+        weights = adam_metric([local(state["exp_avg_sq"]) for state, _ in moments], step, group["betas"][1], group["eps"])
         return dict(zip(named, weights))
 
     # -- checkpoints: one part is saved as torch saves it
@@ -152,3 +152,12 @@ def check_state(part):
                 raise ValueError(f"{name} of shape {tuple(value.shape)} for a parameter of shape {tuple(p.shape)}")
             if single[name] and not 0 <= value < 2**53:
                 raise ValueError(f"{name} is {float(value)}")
+
+
+def for_each_tensor(saved, function):
+    """Optimizer.state_dict() with function(part, parameter number, tensor) in place of each tensor."""
+    def changed(part, one):
+        return {**one, "state": {i: {k: function(part, i, v) for k, v in s.items()} for i, s in one["state"].items()}}
+    if "parts" in saved:
+        return {"parts": [changed(part, one) for part, one in enumerate(saved["parts"])]}
+    return changed(0, saved)

@@ -15,7 +15,7 @@ import configurator
 import schedule
 from configurator import ConfigError
 from rightbatch.kernels import head_loss
-from trainer import hardware
+from trainer import hardware, start
 
 # dense bf16 FLOP/s (V100: fp16) and bytes of memory, as the vendors' data sheets give them
 KINDS = {"V100": (125e12, 32e9), "A100": (312e12, 80e9), "A100-40G": (312e12, 40e9), "A6000": (155e12, 48e9),
@@ -204,7 +204,7 @@ def main(argv):
     if options["devices"] < 1 or not 0 < options["mfu"] <= 1:
         raise ConfigError("command line: --devices must be at least 1, --mfu above 0 and at most 1")
     from trainer import distributed
-    config = configurator.parse(rest, options["devices"])
+    config = start.parse(rest, options["devices"])
     distributed.check(config, options["devices"], "cuda")
     print(text(config, options["devices"], kinds[options["kind"].lower()], options["mfu"]))
     return 0

@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import torch
 
-from configurator import ConfigError
 from rightbatch import step_time
 from rightbatch.common import crossed, named
 from rightbatch.decision import Noise, right_batch
 from system import files
-from trainer import busy, checkpoint, hardware, log, resume, summary
+from system.errors import ConfigError
+from trainer import busy, checkpoint, hardware, log, start, summary
 from trainer.step import to_host
 
 MAX_BAD_STEPS = 10  # non-finite steps in a row before the run stops
@@ -67,7 +67,7 @@ class Run:
         ranks.seed(config.seed, 0)
         self.rng_restored = True
         if saved:
-            with resume.restoring(saved["path"]):
+            with start.restoring(saved["path"]):
                 self.restore(saved)
         if self.branched:
             self.count.best_val_loss = self.count.best_saved_loss = self.count.wandb_id = None
@@ -94,7 +94,7 @@ class Run:
         """Create the folder, or go on with its log; say what will be done. From here on signals wait for the end of a step."""
         config, ranks, step = self.config, self.ranks, self.step
         if ranks.first:
-            files.remove_leftovers(config.out_dir, f"{checkpoint.FILES}|{checkpoint.PICTURES}")
+            files.remove_leftovers(config.out_dir, f"{files.OF_A_RUN}|{files.PICTURES}")
             if self.resumed:
                 checkpoint.promote(config.out_dir, self.saved_facts["path"])
                 self.saved_step = self.count.step
@@ -103,8 +103,11 @@ class Run:
                                    "dtype": str(step.dtype).removeprefix("torch."), "parameters": parameters,
                                    "norm_layers": self.arithmetic()["norm layers"],
                                    "data": self.data.meta})
-            self.out = log.RunLog(config, self.count.step, self.count.wandb_id, self.saved_facts.get("log"))
-        self.count.wandb_id = self.out.wandb.id if self.out.wandb else self.count.wandb_id
+            self.out = log.RunLog(config, self.count.step, self.saved_facts.get("log"))
+            if config.wandb_log:
+                from trainer import wandb_log  # slow to import
+                self.out.wandb = wandb_log.WandbLog(config, self.count.wandb_id, log.read(config.out_dir, compare=False))
+                self.count.wandb_id = self.out.wandb.id
         self.cores = busy.Cores(torch.get_num_threads() if step.device == "cpu" and ranks.world == 1 else 1)
         self.ceiling = hardware.matmul_ceiling(step.device, step.dtype) * ranks.world
         for line in summary.opening(self, parameters):
@@ -116,12 +119,14 @@ class Run:
         self.opened = self.logged = Mark(self.count.step, self.count.tokens, self.clock.seconds())
         if self.branched:
             self.event(f"branched from {config.branch_from} at {self.count.tokens} tokens")
+        if self.resumed and ranks.from_first(lambda: self.out.news):
+            self.save()  # a checkpoint that knows the new log
         self.event(self.out.news)
-        self.event(resume.extension(self.saved_facts.get("config"), config))
-        self.event(resume.differences(self.saved_facts.get("arithmetic"), self.arithmetic()))
+        self.event(start.extension(self.saved_facts.get("config"), config))
+        self.event(start.differences(self.saved_facts.get("arithmetic"), self.arithmetic()))
 
     def arithmetic(self):
-        return resume.arithmetic(self.config, self.ranks, self.step)
+        return start.arithmetic(self.config, self.ranks, self.step)
 
     def close(self):
         self.out.close()
@@ -194,9 +199,6 @@ class Run:
         self.count.step += 1
         self.count.tokens += record.tokens
         self.count.examples += record.batch_size
-        words = self.cores.look()
-        if words:
-            self.out.say(words)
 
     def due(self, every):
         """Whether the newest step ended the run or crossed a multiple of `every` tokens."""
@@ -207,6 +209,8 @@ class Run:
         if not self.pending:
             return
         count = self.count
+        if crowded := self.cores.look():
+            self.out.say(crowded)
         for values, record in zip(to_host(self.pending), self.pending):
             bad = values["bad"][0] > 0
             self.last = {"loss": float(values["loss"][0]), "grad_norm": float(np.sqrt(values["param_sq"].sum()))}

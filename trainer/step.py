@@ -64,6 +64,7 @@ class TrainingStep:
             self.crosscheck = CrossCheck(list(self.parameters.values()), groups, config.micro_batch_size,
                                          self.tracker.meter, ranks.world, ranks.average)
         self.stats = GradStats(list(self.parameters.values()), self.optimizer, ranks)
+        self.measured = None  # self.stats in a step that it measures
         last_ready = None if ranks.sharded else model.wte.weight  # the token embedding's gradient is the last to be ready
         setting = hardware.device_name(device), config.parallel, config.activation_checkpointing, self.compiled
         self.timer = step_time.StepTime(device, config.micro_batch_size * ranks.world, config.gns_half_life_tokens,
@@ -81,7 +82,9 @@ class TrainingStep:
         self.tokens, self.batch_size = after - before, accum * self.config.micro_batch_size * self.ranks.world
         self.tracker.begin()
         self.timer.mark()
-        self.stats.begin(accum, measure_stats)
+        self.measured = self.stats if measure_stats else None
+        if self.measured:
+            self.measured.begin(accum)
         if self.crosscheck:
             self.crosscheck.begin()
         self.loss_scale = self.optimizer.loss_scale()
@@ -98,7 +101,8 @@ class TrainingStep:
             self.tracker.take(given)
             if self.crosscheck:
                 self.crosscheck.take(accum)
-            self.stats.take(self.crosscheck.held if self.crosscheck else None, self.loss_scale)
+            if self.measured:
+                self.measured.take(self.crosscheck.held if self.crosscheck else None, self.loss_scale)
             self.timer.mark()
         if self.crosscheck:
             self.crosscheck.release()
@@ -117,17 +121,21 @@ class TrainingStep:
 
     def update(self, lr, beta2, weight_decay):
         record = self.measure()
-        self.stats.before_update()
+        if self.measured:
+            self.measured.before_update()
         self.optimizer.set(lr, beta2, weight_decay)
         self.optimizer.clip_and_step(record.numbers)
-        record.numbers.update(self.summed(self.stats.after_update()))
+        if self.measured:
+            record.numbers.update(self.summed(self.measured.after_update()))
         record.times = self.timer.end()
         return record
 
     def measure(self):
         """The record of the step, before clipping."""
         self.optimizer.unscale()
-        grads = [local(p.grad) for p in self.parameters.values()]
+        grads = [p.grad for p in self.parameters.values()]
+        if self.ranks.sharded:
+            grads = [local(grad) for grad in grads]
         param_sq = torch.stack(torch._foreach_norm(grads)).float().square()
         numbers = {"loss": self.loss / self.ranks.world, "param_sq": param_sq / self.tracker.copies, **self.tracker.record()}
         if self.crosscheck:

@@ -10,6 +10,7 @@ import torch
 import ln_kernel
 import schedule
 from system import terminal
+from system.errors import ConfigError, explain
 from trainer import advice, log, noise_scale
 
 
@@ -135,7 +136,10 @@ def finished(run):
 
 def closing(config):
     """The last words of a run, and its picture."""
-    rows = log.read(config.out_dir)
+    try:
+        rows = log.read(config.out_dir)
+    except (ConfigError, OSError) as e:  # the run itself is whole
+        return f"No closing words: {explain(e)}"
     steps = log.steps(rows)
     if not steps:
         return f"{config.out_dir}: no step was logged (log_interval={config.log_interval})."

@@ -15,7 +15,7 @@ import zipfile
 
 import torch
 
-import configurator
+from system import errors
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8)
 BUILDS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2",
@@ -48,7 +48,7 @@ def check_archive(path, size):
             raise ValueError("torch.save did not write it")
         for opcode, argument, _ in pickletools.genops(archive.read(pickled[0])):
             if opcode.name in ("GLOBAL", "STACK_GLOBAL", "INST") and argument not in BUILDS:
-                raise ValueError(f"it holds {configurator.short(argument)}, which no checkpoint does")
+                raise ValueError(f"it holds {errors.short(argument)}, which no checkpoint does")
 
 
 def checked(state, device, size, copied=False):
@@ -76,13 +76,13 @@ def checked(state, device, size, copied=False):
         if type(value) not in PLAIN:
             raise ValueError(f"{named(name)} is a {type(value).__name__}, which no checkpoint holds")
         return value
-    found = own(state, "")
+    values = own(state, "")
     check_memory(sorted(spans), size)
-    return copy_of(found, {}) if copied else found
+    return copy_of(values, {}) if copied else values
 
 
 def trouble(tensor, device):
-    """Why a tensor is none that a kernel may be given, in words, or None."""
+    """Why a kernel must not be given a tensor, in words, or None."""
     if tensor.is_nested or tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPES:
         return f"a tensor of {str(tensor.dtype).removeprefix('torch.')}, {str(tensor.layout).removeprefix('torch.')}: not dense"
     if tensor.device.type != device:
@@ -123,4 +123,4 @@ def copy_of(value, copies):
 
 
 def named(name):
-    return configurator.short(name or "all of it")
+    return errors.short(name or "all of it")

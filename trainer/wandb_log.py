@@ -5,29 +5,27 @@ settings and where it ran, a summary, and at the end its picture and closing wor
     python train.py --wandb_log=True
     python -m trainer.wandb_log out/run       # a run that was made without it, or was killed: sends what wandb does not have
 
-It never asks and never waits long: offline where wandb has no key or its server does not answer.
-
-Every step is sent once, and whole: rows are collected until the next step begins. After a kill wandb may lack the newest rows,
-or have rows that the resumed run will write again. Online its server says where it stands: earlier rows are left out, missing
-ones are sent from log.jsonl. Offline everything goes from log.jsonl to a new folder, which replaces the older ones of the run:
-wandb writes its offline file in large pieces, so that a killed one may hold nothing, and wandb sync stumbles over it. Without
-resume="allow", wandb sync writes such a folder over what the server may have, from the first line on.
+It never asks and never waits long: offline where wandb has no key or its server does not answer. Every step is sent once, and
+whole: rows are collected until the next step begins. After a kill, online, the server says where it stands: earlier rows are
+left out, missing ones are sent from log.jsonl. Offline everything goes from log.jsonl to a new folder, which replaces the older
+ones of the run: wandb writes its offline file in large pieces, so that a killed one may hold nothing, and wandb sync stumbles
+over it. Without resume="allow", wandb sync writes such a folder over what the server may have, from the first line on.
 """
 
 import contextlib
 import glob
 import html
-import json
 import os
 import shlex
 import shutil
 import sys
 import threading
 
+import configurator
 import schedule
-from configurator import ConfigError, read_run
 from rightbatch.common import named
 from system import files
+from system.errors import ConfigError, one_line
 from trainer import checkpoint, log, log_keys, noise_scale, predict
 
 PROJECT = "rightbatch"
@@ -75,7 +73,7 @@ class WandbLog:
             log.say(f"wandb: {self.lost}: it lacks a part of the run, which log.jsonl has")
 
     def close(self, words=""):
-        """words: what the run said at its end; none where it will go on. Whether all was sent, or written to be sent."""
+        """Returns whether all was sent, or written to be sent. words: what the run said at its end; none where it goes on."""
         if words:
             self.attempt(lambda: self.values.update(media(self.config, words)))
         self.send()
@@ -96,19 +94,17 @@ class WandbLog:
 
 # -- starting
 
-
 def start(config, run_id):
     """(wandb's run, whether it is offline)."""
     import wandb  # slow to import, so only when used
     mode, why = where_to(wandb)
-    options = dict(project=config.wandb_project or os.environ.get("WANDB_PROJECT") or PROJECT, id=run_id,
-                   name=config.wandb_run_name or os.environ.get("WANDB_NAME")
-                   or os.path.basename(os.path.normpath(config.out_dir)),
-                   entity=config.wandb_entity or None, group=config.wandb_group or None, notes=config.wandb_notes or None,
-                   job_type=config.wandb_job_type or None, dir=config.out_dir, config=settings_and_facts(config),
-                   tags=[tag.strip() for tag in config.wandb_tags.split(",") if tag.strip()] or None,
-                   settings=wandb.Settings(silent=True, init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT,
-                                           finish_timeout_raises=True))
+    name = config.wandb_run_name or os.environ.get("WANDB_NAME") or os.path.basename(os.path.normpath(config.out_dir))
+    options = {key: getattr(config, f"wandb_{key}") or None for key in ("entity", "group", "notes", "job_type")}
+    options |= dict(project=config.wandb_project or os.environ.get("WANDB_PROJECT") or PROJECT, id=run_id, name=name,
+                    dir=config.out_dir, config=settings_and_facts(config),
+                    tags=[tag.strip() for tag in config.wandb_tags.split(",") if tag.strip()] or None,
+                    settings=wandb.Settings(silent=True, init_timeout=INIT_TIMEOUT, finish_timeout=FINISH_TIMEOUT,
+                                            finish_timeout_raises=True))
     try:
         run = wandb.init(mode=mode, **options, **({"resume": "allow"} if mode == "online" else {}))
     except Exception as e:
@@ -169,17 +165,15 @@ def sync_command(run):
 
 def values_of(row, block_size):
     """A row under wandb's names; what is undetermined is left out."""
-    found = {name: value for key, value in row.items() if value is not None and (name := log_keys.in_wandb(key))}
-    return found | ({"batch/tokens": row["batch_size"] * block_size} if row.get("batch_size") else {})
+    values = {name: value for key, value in row.items() if value is not None and (name := log_keys.in_wandb(key))}
+    return values | ({"batch/tokens": row["batch_size"] * block_size} if row.get("batch_size") else {})
 
 
 def settings_and_facts(config):
     """The run's settings, with what `auto` became, and the rest of config.json: parameters, commit, versions, data."""
-    try:
-        with open(os.path.join(config.out_dir, "config.json"), encoding="utf-8") as f:
-            facts = {k: v for k, v in json.load(f).items() if k != "config"}
-    except (OSError, ValueError):
-        facts = {}
+    facts = {}
+    with contextlib.suppress(ConfigError, OSError):
+        facts = configurator.read_facts(config.out_dir)[1]
     sizes = schedule.kind(config).sizes(config) or [config.batch_size]
     ends = dict.fromkeys((min(sizes), max(sizes)))
     span, tokens = " to ".join(map(str, ends)), " to ".join(log.count(b * config.block_size) for b in ends)
@@ -194,26 +188,26 @@ def summary(out_dir):
     """The numbers of a run that its line in a table of runs should have."""
     rows = log.read(out_dir)
     steps, losses = [r for r in rows if "train/loss" in r], [r["val/loss"] for r in rows if r.get("val/loss") is not None]
-    found = {"val_loss_best": min(losses), "val_loss_final": losses[-1]} if losses else {}
+    numbers = {"val_loss_best": min(losses), "val_loss_final": losses[-1]} if losses else {}
     if steps:
-        found |= {"steps": steps[-1]["step"], "tokens": steps[-1]["tokens"], "hours": steps[-1]["seconds"] / 3600}
+        numbers |= {"steps": steps[-1]["step"], "tokens": steps[-1]["tokens"], "hours": steps[-1]["seconds"] / 3600}
     known = next((r for r in reversed(steps) if noise_scale.of(r)), None)
     if known:
-        found |= named("noise_scale", noise_scale.of(known)) | {"noise_scale_of": noise_scale.words(known)}
+        numbers |= named("noise_scale", noise_scale.of(known)) | {"noise_scale_of": noise_scale.words(known)}
     with contextlib.suppress(ConfigError):
         right = predict.of_run(out_dir)[0]["right_batch"]
-        found |= {"right_batch_for_tokens": right["tokens"]}
+        numbers |= {"right_batch_for_tokens": right["tokens"]}
         if right["time"]:
-            found |= named("right_batch_for_time", [right["time" + end] for end in ("", "_low", "_high")])
-    return found
+            numbers |= named("right_batch_for_time", [right["time" + end] for end in ("", "_low", "_high")])
+    return numbers
 
 
 def media(config, words):
     """The run's picture and its closing words."""
     import wandb
     picture = os.path.join(config.out_dir, "report.png")
-    found = {"report/closing_words": wandb.Html(f"<pre>{html.escape(words.strip())}</pre>", inject=False)}
-    return found | ({"report/picture": wandb.Image(picture)} if os.path.isfile(picture) else {})
+    pictures = {"report/picture": wandb.Image(picture)} if os.path.isfile(picture) else {}
+    return pictures | {"report/closing_words": wandb.Html(f"<pre>{html.escape(words.strip())}</pre>", inject=False)}
 
 
 # -- sending a run afterwards
@@ -233,7 +227,7 @@ def main(argv=None):
     if len(argv) != 1 or argv[0].startswith("-"):
         print(__doc__.strip())
         return 0 if argv in (["-h"], ["--help"]) else 2
-    config = read_run(argv[0])
+    config = configurator.read_run(argv[0])
     config.out_dir = argv[0]
     with files.only_writer(argv[0], ConfigError):
         rows = log.read(argv[0])
@@ -241,8 +235,5 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    from configurator import die, explain
-    try:
+    with one_line():
         sys.exit(main())
-    except (ConfigError, OSError) as e:
-        die(explain(e) or e)

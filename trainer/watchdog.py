@@ -1,21 +1,49 @@
 """
-A rank that is killed takes the run with it, within seconds and in words.
+How a run of several processes ends before its end: on every process, within seconds and in words.
 
-gloo notices at once (the connection breaks); NCCL would wait for its timeout. So each rank has a thread that counts a number
-up in the store of the rendezvous and looks at its neighbour's; one that has stood still for Watchdog.LIMIT seconds ends the
-run. It needs no launcher: ranks started by hand or by srun are watched just as well. torchrun, where it is there, ends the
-others faster, and with --max-restarts starts all again; resume='auto' then goes on from the last checkpoint.
+A rank that is killed: gloo notices at once (the connection breaks); NCCL would wait for its timeout. So each rank has a thread,
+the Watchdog, that counts a number up in the store of the rendezvous and looks at its neighbour's; one that has stood still for
+Watchdog.LIMIT seconds ends the run. It needs no launcher: ranks started by hand or by srun are watched just as well. torchrun,
+where it is there, ends the others faster, and with --max-restarts starts all again; resume='auto' then goes on from the last
+checkpoint.
+
+A rank that fails: end(error, watchdog) says it once, whoever meets it.
 """
 
 import datetime
+import json
 import os
+import re
 import sys
 import threading
 import time
+import traceback
 
 import torch.distributed as dist
 
+from system import errors
+from system.errors import ConfigError
+
 TIMEOUT = datetime.timedelta(minutes=30)  # of a collective: longer than rank 0 may take to write a checkpoint
+COMMUNICATION = re.compile(r"gloo|nccl|connection|broken pipe|socket|store", re.IGNORECASE)
+
+
+def world_size() -> int:
+    """The number of processes of this run, from torchrun's environment."""
+    return environment("WORLD_SIZE", 1, least=1)
+
+
+def environment(name, default=None, least=0) -> int:
+    """A whole number that the launcher sets."""
+    text = os.environ.get(name, default)
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number < 2**31:
+        raise ConfigError(f"{name}={text} in the environment: expected a whole number of at least {least}: start with "
+                          f"torchrun, or unset {name}")
+    return number
 
 
 def connect(keeps_store=False, timeout=TIMEOUT):
@@ -102,20 +130,79 @@ class Watchdog(threading.Thread):
         self.join()
 
 
+# -- a rank that fails
+
+def end(error, watchdog=None):
+    """Say why the run ends, and end this process, with the others. Returns where one process met a bug, whose traceback Python
+    prints."""
+    words = errors.explain(error)
+    if isinstance(error, ConfigError) or (words and not watchdog):
+        report(words, watchdog)
+    elif watchdog:
+        fail(error, words, watchdog)
+
+
+def fail(error, words, watchdog):
+    """An error of this rank: say on every rank what happened to which one, and leave now."""
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and COMMUNICATION.search(str(error))):
+        watchdog.end(watchdog.who_died() or f"communication failed ({first_line})")
+    if words:
+        print(f"error: rank {watchdog.rank}: {words}", file=sys.stderr)
+    else:
+        traceback.print_exception(error)
+    watchdog.tell(f"rank {watchdog.rank} failed: {type(error).__name__}: {first_line}")
+    leave(1)
+
+
+def report(words, watchdog):
+    """An error that the user can mend: one line, from rank 0, unless it is this rank's alone.
+
+    torchrun writes half a screen about each process that fails. So the others, with the same error as rank 0, leave first
+    and quietly; what torchrun then says is about rank 0 and ends with the error itself (its error file). torch's own `record`
+    would put a traceback there."""
+    try:
+        world, rank = world_size(), environment("RANK", 0)
+    except ConfigError:
+        world = 1  # the error itself, most likely
+    if not watchdog and not (world > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+        errors.die(words)  # one process, or no place yet where they could meet
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if rank == 0:
+        print(f"error: {words}", file=sys.stderr, flush=True)
+    same = exchange(watchdog, rank, world, words).get(0) == words
+    if rank > 0 and not same:
+        print(f"error: rank {rank}: {words}", file=sys.stderr, flush=True)
+    if rank == 0:
+        time.sleep(0.5)  # it may keep the store that the others are reading
+    elif error_file and same and os.environ.get("LOCAL_RANK") != "0":  # one process of each machine fails
+        leave(0)
+    if error_file:
+        with open(error_file, "w", encoding="utf-8") as f:
+            json.dump({"message": {"message": f"error: {words}", "extraInfo": {"timestamp": str(int(time.time()))}}}, f)
+    leave(2)
+
+
+def leave(code):
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not sys.exit: taking down a process group whose members are gone can wait for ever
+
+
 def exchange(watchdog, rank, world, mine, seconds=10):
     """What the ranks leave with, as far as known within some seconds: {rank: message}."""
-    found = {}
+    said = {}
     try:
         store = watchdog.store if watchdog else connect(timeout=datetime.timedelta(seconds=seconds))
         store.set(f"error/{rank}", mine)
         deadline = time.monotonic() + seconds
-        while len(found) < world and time.monotonic() < deadline:
+        while len(said) < world and time.monotonic() < deadline:
             for r in range(world):
-                if r not in found and store.check([f"error/{r}"]):
-                    found[r] = store.get(f"error/{r}").decode()
+                if r not in said and store.check([f"error/{r}"]):
+                    said[r] = store.get(f"error/{r}").decode()
             time.sleep(0.05)
         if watchdog:
             watchdog.tell(f"rank {rank} left: {mine}")
     except RuntimeError:
         pass
-    return found
+    return said

@@ -15,8 +15,9 @@ from pathlib import Path
 if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data import hub, tokens
+from data import hub, tokenizers, tokens
 from system import terminal
+from system.errors import ConfigError
 
 REPO = "Skylion007/openwebtext"
 REVISION = "refs/convert/parquet"  # the main revision is a loading script, which `datasets` 4 and later refuse
@@ -26,8 +27,8 @@ VAL_FRACTION = 0.0005  # about 4,000 documents, 4 million tokens
 
 def prepare(out_dir=None, local=None, val_fraction=VAL_FRACTION, revision=REVISION, quiet=False) -> dict:
     if not 0 < val_fraction <= 0.5:
-        raise tokens.PrepareError(f"val_fraction={val_fraction}: expected more than 0 and at most 0.5")
-    tokenizer = tokens.get_tokenizer("gpt2")
+        raise ConfigError(f"val_fraction={val_fraction}: expected more than 0 and at most 0.5")
+    tokenizer = tokenizers.get_tokenizer("gpt2")
     if local:
         paths = hub.find(local)
         dataset, source, total = hub.from_files(paths), f"local files: {len(paths)} parquet files", None
@@ -48,9 +49,9 @@ def prepare(out_dir=None, local=None, val_fraction=VAL_FRACTION, revision=REVISI
         source=source,
         split=f"by document: hash of the text below {val_fraction:g}",
     )
-    found = meta["train_documents"] + meta["val_documents"]
-    if not local and found < 0.99 * DOCUMENTS:  # the hub converts only a part of some large datasets
-        print(f"warning: {found:,} of {DOCUMENTS:,} documents at revision {revision}; see --revision", file=sys.stderr)
+    read = meta["train_documents"] + meta["val_documents"]
+    if not local and read < 0.99 * DOCUMENTS:  # the hub converts only a part of some large datasets
+        print(f"warning: {read:,} of {DOCUMENTS:,} documents at revision {revision}; see --revision", file=sys.stderr)
     return meta
 
 

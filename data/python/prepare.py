@@ -20,6 +20,7 @@ if not __package__:  # run as a script, from anywhere
 from data import tokens
 from data.stdlib import prepare as stdlib
 from system import terminal
+from system.errors import ConfigError
 
 VAL_FRACTION = 0.02  # of the bytes: more than 1 MB
 REQUIREMENTS = Path(__file__).resolve().parents[2] / "requirements.txt"
@@ -36,11 +37,11 @@ def package_texts(package: str) -> dict:
     try:
         files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
-        raise tokens.PrepareError(f"{package} is not installed: pip install -r requirements.txt") from None
+        raise ConfigError(f"{package} is not installed: pip install -r requirements.txt") from None
     outside = stdlib.TEST_FOLDERS | {".."}
     own = sorted(f for f in files if f.suffix == ".py" and not outside & set(f.parts))
     if lost := [str(f) for f in own if not f.locate().is_file()]:
-        raise tokens.PrepareError(f"{lost[0]} is missing: pip install --force-reinstall {package}")
+        raise ConfigError(f"{lost[0]} is missing: pip install --force-reinstall {package}")
     return stdlib.readable({f.as_posix(): f.locate().read_bytes() for f in own})
 
 

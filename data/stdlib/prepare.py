@@ -14,8 +14,9 @@ from pathlib import Path
 if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data import tokens
+from data import tokenizers, tokens
 from system import terminal
+from system.errors import ConfigError
 
 VAL_FRACTION = 0.08  # of the bytes: 1 MB, enough for a steady validation loss
 TEST_FOLDERS = {"test", "tests", "idle_test", "__pycache__"}  # tests would be two thirds of the text, and dull
@@ -49,7 +50,7 @@ def write(texts, out_dir, val_fraction, source, quiet=False, tokenizer=None) -> 
     documents = (("val" if i in chosen else "train", text, True) for i, text in enumerate(texts.values()))
     return tokens.build(
         out_dir,
-        tokenizer or tokens.get_tokenizer("bytes"),
+        tokenizer or tokenizers.get_tokenizer("bytes"),
         documents,
         total_bytes=sum(size for _, size in sizes),
         quiet=quiet,
@@ -64,7 +65,7 @@ def prepare(out_dir=None, quiet=False, library=None) -> dict:
     texts = library_texts(library)
     total = sum(map(len, texts.values()))
     if total < 1_000_000:
-        raise tokens.PrepareError(
+        raise ConfigError(
             f"only {total:,} bytes of standard library source in {library} (zipped or stripped Python?): "
             "use a regular Python, or your own text with data/text/prepare.py"
         )

@@ -19,8 +19,9 @@ from pathlib import Path
 if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data import tokens
+from data import tokenizers, tokens
 from system import terminal
+from system.errors import ConfigError
 
 SUFFIXES = {".txt", ".md"}
 MIN_FILES = 20  # below this, whole files would make a poor sample for validation
@@ -29,7 +30,7 @@ BLOCK = tokens.UNIT  # bytes read at a time
 
 def find_files(paths) -> list[tuple[str, Path, os.stat_result]]:
     """(name, path, status) of all files: as given, or sorted within a folder and named relative to it."""
-    found, seen, roots, outside = [], set(), [os.path.realpath(path) for path in paths], []
+    files, seen, roots, outside = [], set(), [os.path.realpath(path) for path in paths], []
 
     def leads_out(path):
         target = Path(os.path.realpath(path))
@@ -43,24 +44,24 @@ def find_files(paths) -> list[tuple[str, Path, os.stat_result]]:
                 texts = [Path(folder, n) for n in names if Path(n).suffix.lower() in SUFFIXES]
                 outside += [path for path in [*texts, *(Path(folder, s) for s in subfolders)] if leads_out(path)]
                 inside += [path for path in texts if not leads_out(path)]
-            files = sorted((path.relative_to(given).as_posix(), path) for path in inside)
+            named = sorted((path.relative_to(given).as_posix(), path) for path in inside)
         elif given.exists():
-            files = [(given.name, given)]
+            named = [(given.name, given)]
         else:
-            raise tokens.PrepareError(f"{given}: no such file or folder")
-        for name, path in files:
+            raise ConfigError(f"{given}: no such file or folder")
+        for name, path in named:
             status = path.stat()
             if status.st_size and (real := path.resolve()) not in seen:
                 seen.add(real)
-                found.append((name, path, status))
+                files.append((name, path, status))
     if outside:
         first, number = min(outside), tokens.counted(len(outside), "link")
         example = f"{first} -> {os.readlink(first)}; name a target to take it"
         print(f"warning: left out {number} that lead out of the given folders: {example}", file=sys.stderr)
-    if not found:
+    if not files:
         where = ", ".join(map(str, paths))
-        raise tokens.PrepareError(f"no text in {where}: expected *.txt or *.md files that are not empty")
-    return found
+        raise ConfigError(f"no text in {where}: expected *.txt or *.md files that are not empty")
+    return files
 
 
 def tail_start(path, size, fraction) -> int:
@@ -84,13 +85,13 @@ def read_blocks(path, start, end, status):
         while start < end and (block := f.read(min(BLOCK, end - start))):
             if (at := block.find(b"\0")) >= 0:
                 what = f"{path} holds a NUL at byte {start + at:,}, so it is UTF-16 or no text"
-                raise tokens.PrepareError(f"{what}: convert it to UTF-8, or move it away")
+                raise ConfigError(f"{what}: convert it to UTF-8, or move it away")
             start += len(block)
             yield block
         now = os.fstat(f.fileno())
         if tokens.stamp(now)[:2] != tokens.stamp(status)[:2]:
             sizes = f"{status.st_size:,} bytes, then {now.st_size:,}"
-            raise tokens.PrepareError(f"{path} was changed while it was read ({sizes}): prepare a copy of it")
+            raise ConfigError(f"{path} was changed while it was read ({sizes}): prepare a copy of it")
 
 
 def decode(blocks, replaced):
@@ -106,7 +107,7 @@ def decode(blocks, replaced):
 
 def prepare(paths, out_dir, tokenizer="bytes", val_fraction=0.05, quiet=False) -> dict:
     if not 0 < val_fraction <= 0.5:
-        raise tokens.PrepareError(f"val_fraction={val_fraction}: expected more than 0 and at most 0.5")
+        raise ConfigError(f"val_fraction={val_fraction}: expected more than 0 and at most 0.5")
     files = find_files(paths)
     sizes = [(name, status.st_size) for name, _, status in files]
     total = sum(size for _, size in sizes)
@@ -121,13 +122,13 @@ def prepare(paths, out_dir, tokenizer="bytes", val_fraction=0.05, quiet=False) -
         parts = [("train", path, status, 0, middle) for (_, path, status), middle in both]
         parts += [("val", path, status, middle, status.st_size) for (_, path, status), middle in both]
         split = f"by position: the last {val_fraction:.3g} of each file, from a line end on"
-    tokenizer = tokens.get_tokenizer(tokenizer)
+    tokenizer = tokenizers.get_tokenizer(tokenizer)
     replaced = [0]
 
     def documents():
         for where, path, status, start, end in parts:
             blocks = read_blocks(path, start, end, status)
-            for block in blocks if tokenizer.name == "bytes" else tokens.pieces(decode(blocks, replaced)):
+            for block in blocks if tokenizer.name == "bytes" else tokenizers.pieces(decode(blocks, replaced)):
                 yield where, block, False
             if end > start:
                 yield where, "", True
@@ -152,7 +153,7 @@ def main(argv=None):
     parser = terminal.Parser(description="Prepare your own text files.")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="files, or folders with *.txt and *.md files")
     parser.add_argument("--out", default=default_out, help="folder to write (default: data/mytext)")
-    parser.add_argument("--tokenizer", default="bytes", choices=sorted(tokens.TOKENIZERS))
+    parser.add_argument("--tokenizer", default="bytes", choices=sorted(tokenizers.TOKENIZERS))
     parser.add_argument("--val_fraction", type=float, default=0.05, help="share of the text for validation (0.05)")
     args = parser.parse_args(argv)
     return tokens.run(lambda: prepare(args.paths, args.out, args.tokenizer, args.val_fraction))

@@ -16,8 +16,9 @@ from pathlib import Path
 if not __package__:  # run as a script, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from data import hub, tokens
+from data import hub, tokenizers, tokens
 from system import terminal
+from system.errors import ConfigError
 
 REPO = "Salesforce/wikitext"
 SUFFIXES = (".parquet", ".txt", ".raw", ".tokens")
@@ -64,7 +65,7 @@ def from_local(where, size):
     if len(paths) > 1:
         if not all(files.values()):
             names = ", ".join(p.name for p in paths)
-            raise tokens.PrepareError(f"--local={where}: expected 'train' and 'valid' in the file names, found {names}")
+            raise ConfigError(f"--local={where}: expected 'train' and 'valid' in the file names, found {names}")
         documents = (
             (split, text, True) for split in files for text in articles(hub.texts(hub.from_files(files[split])))
         )
@@ -83,7 +84,7 @@ def from_local(where, size):
 
 
 def prepare(size=2, out_dir=None, local=None, quiet=False) -> dict:
-    tokenizer = tokens.get_tokenizer("gpt2")
+    tokenizer = tokenizers.get_tokenizer("gpt2")
     documents, source, split = from_local(local, size) if local else from_hub(size)
     if not quiet:
         print(f"{source}; split {split}", file=sys.stderr)

@@ -12,13 +12,12 @@ import re
 import stat
 import sys
 
-from configurator import ConfigError
 from system import files
-from trainer import checkpoint
+from system.errors import ConfigError
 
 # what only the program itself writes, by the files that make a folder its own
 OWNED = {("log.jsonl", "ckpt.pt", "ckpt.best.pt", "lock"):
-         rf"{checkpoint.FILES}|train\.out|lock|.*\.damaged(\.\d+)?",
+         rf"{files.OF_A_RUN}|train\.out|lock|.*\.damaged(\.\d+)?",
          ("meta.json", "train.bin"): r"(train|val)\.bin|(meta|verified)\.json|meta\.pkl",
          ("sweep.json",): r"sweep\.json", ("branch.json",): r"branch\.json"}
 
@@ -51,17 +50,17 @@ def open_already(path):
     """A descriptor of what is no file, or of the file that stdout or stderr already go to (/dev/stdout): both take what is
     written and stay what they are. None for any other path. A pipe waits for its reader."""
     try:
-        found = os.stat(path)  # through links, and through /dev/fd, where a pipe has no other name
+        status = os.stat(path)  # through links, and through /dev/fd, where a pipe has no other name
     except OSError:
         return None
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-            if os.path.samestat(os.fstat(stream.fileno()), found):
+            if os.path.samestat(os.fstat(stream.fileno()), status):
                 return os.dup(stream.fileno())
         except (OSError, ValueError, AttributeError):  # it is closed, or no file at all
             continue
-    return None if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode) else os.open(path, os.O_WRONLY)
+    return None if stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode) else os.open(path, os.O_WRONLY)
 
 
 def write_json(path, value, indent=2):
