@@ -58,9 +58,6 @@ class Tap(NamedTuple):
     bias_metric: torch.Tensor | None = None
     rows: torch.Tensor | None = None  # of a linear's weight; None for all
 
-    def weight_rows(self):
-        return self.probe[0::2]  # for norm layers without a bias: its rows stay zero
-
 
 def linear(module, x, tap=None, weight=None, link=None):
     """nn.Linear through per_example.linear, which is F.linear where there is no tap."""
@@ -76,22 +73,16 @@ class Norm(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.kind, self.impl = config.norm, config.norm_impl
+        self.rms, self.impl = config.norm == "rmsnorm", config.norm_impl
         self.weight = nn.Parameter(torch.ones(config.n_embd))
-        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and self.kind == "layernorm" else None
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and not self.rms else None
 
     def forward(self, x, branch=None, tap=None):
-        """x + branch, and its norm: one pass over memory (ln_kernel.add_layer_norm) where there were two."""
+        """x + branch, and its norm: one pass over memory where there were two."""
         probe, metric = (None, None) if tap is None else (tap.probe, tap.weight_metric)
-        if self.kind == "rmsnorm":
-            parameters, probe = (self.weight,), None if tap is None else tap.weight_rows()
-            alone, after = ln_kernel.rms_norm, ln_kernel.add_rms_norm
-        else:
-            parameters = self.weight, self.bias
-            alone, after = ln_kernel.layer_norm, ln_kernel.add_layer_norm
-        if branch is None:
-            return x, alone(x, *parameters, probe, impl=self.impl, metric=metric)
-        return after(x, branch, *parameters, probe, impl=self.impl, metric=metric)
+        if self.rms and probe is not None:
+            probe = probe[0::2]  # no bias: its rows stay zero
+        return ln_kernel.norm(x, self.weight, self.bias, probe, metric, branch, self.rms, impl=self.impl)
 
 
 class Attention(nn.Module):

@@ -10,7 +10,6 @@ gpu.json, to be sent to us. Exit code 0: all passed, 1: something failed, 2: no 
 
 import contextlib
 import dataclasses
-import functools
 import importlib.util
 import itertools
 import json
@@ -86,13 +85,12 @@ def environment(s):
 def results_of(impl, kind, x, branch, w, b, p, dtotal, dy, tracked=True):
     """x + branch, its norm, and the gradients of x, branch, w(, b)(, probe)."""
     rms = kind == "rms_norm"
-    leaves = [t.detach().clone().requires_grad_() for t in ((x, branch, w) if rms or b is None else (x, branch, w, b))]
-    kinds = 1 if rms else 2
+    leaves = [t.detach().clone().requires_grad_() for t in ((x, branch, w) if rms else (x, branch, w, b))]
+    (x, branch, w, b), kinds = (*leaves, None)[:4], 1 if rms else 2
     probe = torch.zeros(2 * kinds, len(x), device=x.device, dtype=torch.promote_types(x.dtype, torch.float32),
                         requires_grad=True) if tracked else None
-    after = functools.partial(getattr(ln_kernel, f"add_{kind}"), impl=impl, metric=p[:kinds])
     with torch.autocast(x.device.type, dy.dtype, enabled=x.dtype == torch.float32 and dy.dtype != x.dtype):
-        total, y = after(leaves[0], leaves[1], *leaves[2:], **({} if rms or b is not None else {"bias": None}), probe=probe)
+        total, y = ln_kernel.norm(x, w, b, probe, p[:kinds], branch, rms, impl=impl)
     grads = torch.autograd.grad([total, y], leaves + ([probe] if tracked else []), [dtotal, dy])
     return [total.detach(), y.detach(), *grads]
 
@@ -216,7 +214,7 @@ def bandwidth(s):
 
         def ours(x, branch, w, b, probe):
             with torch.autocast(s.device, torch.bfloat16):
-                return ln_kernel.add_layer_norm(x, branch, w, b, probe)
+                return ln_kernel.norm(x, w, b, probe, branch=branch)
         variants = {"ours": backward(ours, x, branch, w, b, probe), "torch": backward(plain, x, branch, w, b),
                     "copy": half.clone}
         if "True" in s.compile:
@@ -226,7 +224,7 @@ def bandwidth(s):
 
             def ours_rms(x, branch, w):
                 with torch.autocast(s.device, torch.bfloat16):
-                    return ln_kernel.add_rms_norm(x, branch, w)
+                    return ln_kernel.norm(x, w, branch=branch, rms=True)
             variants["ours_rms"] = backward(ours_rms, x, branch, w)
             variants["quack_rms"] = backward(lambda x, branch, w: rmsnorm(branch, w, residual=x, prenorm=True)[::-1],
                                              x, branch, w)

@@ -84,8 +84,8 @@ def operator_variant(x, w, b, dy, impl):
     """The kernels without autograd, as a copy is without: two operator calls."""
     forward, backward = BACKENDS[impl].forward, BACKENDS[impl].backward
     x, w, b = x.detach(), w.detach(), b.detach()
-    return variant(lambda: forward(x, w, b, 1e-5, False, x.dtype),
-                   lambda out: backward(dy, x, w, out[1], None, False, True, True), dy.device.type)
+    return variant(lambda: forward(x, None, w, b, 1e-5, False, x.dtype),
+                   lambda out: backward(None, dy, x, w, out[2], None, False, True, True, None), dy.device.type)
 
 
 def copy_variant(x_and_dy):
@@ -132,8 +132,8 @@ def backward_from_memory(B, T, C, dtype, device="cpu"):
 
     def alone():
         _, x, w, b, dy = (t.detach() for t in inputs_of(B, T, C, dtype, device))
-        stats = backend.forward(x, w, b, 1e-5, False, dtype)[1]
-        return functools.partial(backend.backward, dy, x, w, stats, None, False, True, True)
+        stats = backend.forward(x, None, w, b, 1e-5, False, dtype)[2]
+        return functools.partial(backend.backward, None, dy, x, w, stats, None, False, True, True, None)
 
     def through_autograd():
         _, x, w, b, dy = inputs_of(B, T, C, dtype, device)

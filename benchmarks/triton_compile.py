@@ -61,8 +61,8 @@ def residual_norm(B, T, C, dtype, out_dtype):
     with fake_cuda.pretended() as launches:
         x, y = (torch.empty(B, T, C, device="cuda", dtype=d) for d in (dtype, out_dtype))
         w, metric = torch.empty(C, device="cuda"), torch.empty(2, C, device="cuda")
-        _, _, stats = ln_triton.add_forward(x, y, w, w, 1e-5, False, out_dtype)
-        ln_triton.add_backward(x, y, x, w, stats, metric, False, True, True, out_dtype)
+        _, _, stats = ln_triton.forward(x, y, w, w, 1e-5, False, out_dtype)
+        ln_triton.backward(x, y, x, w, stats, metric, False, True, True, out_dtype)
         ln_triton.tap(y, x, 1e-5, False, True)
     return {launched.name.removesuffix("_kernel"): launched for launched in launches}
 
@@ -107,7 +107,7 @@ def programs(B, C, T=2048):
         x, w = torch.empty(B, T, C, device="cuda"), torch.empty(C, device="cuda")
         stats, metric = torch.empty(2, B * T, device="cuda"), torch.empty(2, C, device="cuda")
         with TorchsKernels() as others:
-            ln_triton.add_backward(x, x, x, w, stats, metric, False, True, True, torch.bfloat16)
+            ln_triton.backward(x, x, x, w, stats, metric, False, True, True, torch.bfloat16)
     by_name = {launched.name: math.prod(launched.grid) for launched in launches}
     parts = launches[-1].arguments["parts"]
     return {"B": B, "T": T, "C": C, "programs": by_name["backward_kernel"], "rows_per_program": T // parts,

@@ -314,15 +314,10 @@ def add_norm_grads(case, impl, fused, layout=lambda t: t):
     generator = torch.Generator().manual_seed(3)
     branch = layout(torch.randn(case.x.shape, generator=generator).to(case.y_dtype)).requires_grad_()
     ds = torch.randn(case.x.shape, generator=generator).to(case.x_dtype)
-    names = ("rms_norm", "add_rms_norm") if case.rms else ("layer_norm", "add_layer_norm")
-    alone, after = (getattr(ln_kernel, name) for name in names)
-    parameters = leaves[1:] if case.rms or case.b is not None else [leaves[1], None]
+    bias = None if case.b is None else leaves[2]
     with torch.autocast("cpu", torch.bfloat16, enabled=case.x_dtype != case.y_dtype):
-        if fused:
-            total, y = after(x, branch, *parameters, probe=probe, impl=impl, metric=case.p)
-        else:
-            total = x + branch
-            y = alone(total, *parameters, probe=probe, impl=impl, metric=case.p)
+        before, after = (x, branch) if fused else (x + branch, None)
+        total, y = ln_kernel.norm(before, leaves[1], bias, probe, case.p, after, case.rms, impl=impl)
     grads = torch.autograd.grad([total, y], [x, branch, *leaves[1:], probe], [ds, case.dy])
     return [total.detach(), y.detach(), *grads]
 
@@ -369,7 +364,7 @@ def test_either_result_alone_may_be_used(used):
     case = Case((3, 4, 10))
     x, w, b = case.leaves()
     branch, probe = torch.randn(3, 4, 10, requires_grad=True), case.probe()
-    total, y = ln_kernel.add_layer_norm(x, branch, w, b, probe, impl="cpu")
+    total, y = ln_kernel.norm(x, w, b, probe, branch=branch, impl="cpu")
     if used == "sum":
         total.backward(case.dy)
         assert torch.equal(x.grad, case.dy) and torch.equal(branch.grad, case.dy) and w.grad is None and probe.grad is None
@@ -384,7 +379,7 @@ def test_either_result_alone_may_be_used(used):
 def test_a_branch_of_another_dtype_or_shape_is_added_as_torch_does():
     case = Case((3, 4, 10))
     for branch in (torch.randn(3, 4, 10).bfloat16(), torch.randn(10), torch.randn(3, 4, 10).double()):
-        total, y = ln_kernel.add_layer_norm(case.x, branch, case.w.to(total_dtype := (case.x + branch).dtype), impl="auto")
+        total, y = ln_kernel.norm(case.x, case.w.to(total_dtype := (case.x + branch).dtype), branch=branch)
         assert total.dtype == total_dtype and torch.equal(total, case.x + branch)
         assert torch.equal(y, ln_kernel.layer_norm(total, case.w.to(total_dtype)))
 
@@ -394,8 +389,8 @@ def test_checkpointing_and_compiling_change_nothing_after_a_branch(compiled):
     case, branch = Case((3, 130, 90)), torch.randn(3, 130, 90)
 
     def block(x, w, b, probe):
-        total, y = ln_kernel.add_layer_norm(x, branch, w, b, probe, impl="cpu")
-        return total.cos() + ln_kernel.add_layer_norm(total, y.sin(), w, b, impl="cpu")[1]
+        total, y = ln_kernel.norm(x, w, b, probe, branch=branch, impl="cpu")
+        return total.cos() + ln_kernel.norm(total, w, b, branch=y.sin(), impl="cpu")[1]
 
     def grads(f):
         leaves, probe = case.leaves(), case.probe()
@@ -420,7 +415,7 @@ def test_a_second_derivative_is_refused_and_not_wrong():
 
 def test_a_second_backward_pass_is_refused_like_torchs_own():
     x, branch = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True)
-    total, y = ln_kernel.add_layer_norm(x, branch, torch.ones(5), impl="cpu")
+    total, y = ln_kernel.norm(x, torch.ones(5), branch=branch, impl="cpu")
     loss = (total * y).sum()
     first = torch.autograd.grad(loss, [x, branch], retain_graph=True)
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, [x, branch])))
@@ -430,7 +425,7 @@ def test_a_second_backward_pass_is_refused_like_torchs_own():
 
 def test_a_change_of_what_backward_needs_is_refused_and_not_wrong():
     x, branch = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 3, 5, requires_grad=True)
-    total, y = ln_kernel.add_layer_norm(x, branch, torch.ones(5), impl="cpu")
+    total, y = ln_kernel.norm(x, torch.ones(5), branch=branch, impl="cpu")
     total.detach().mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -453,7 +448,7 @@ def test_functorch_is_refused_in_words():
 def test_a_graph_that_is_dropped_is_freed(backward):
     """What backward needs of its own output must not hold the output's graph."""
     x, branch = torch.randn(2, 3, 5, requires_grad=True), torch.randn(2, 3, 5)
-    total, y = ln_kernel.add_layer_norm(x, branch, torch.ones(5), impl="cpu")
+    total, y = ln_kernel.norm(x, torch.ones(5), branch=branch, impl="cpu")
     if backward:
         (total + y).sum().backward()
     alive = weakref.ref(x)
@@ -527,12 +522,14 @@ def test_custom_op_passes_opcheck(dtype, kind):
     case = Case((2, 3, 16), kind, dtype, metric=kind == "layer_norm")
     x, w, *b = case.leaves()
     probe = case.probe() if dtype == "float32" else None
-    args = (x, w, *(b or [None]), probe, case.p, 1e-5, case.rms, case.y_dtype, "cpu")
+    branch = torch.randn(2, 3, 16).to(case.y_dtype).requires_grad_() if kind == "rms_norm" else None
+    args = (x, branch, w, *(b or [None]), probe, case.p, 1e-5, case.rms, case.y_dtype, "cpu")
     torch.library.opcheck(ln_kernel.norm_forward_op, args)
-    y, stats = ln_kernel.norm_forward_op(*args)
-    saved = x.detach(), w.detach(), stats.detach(), case.p
-    torch.library.opcheck(ln_kernel.norm_backward_op,
-                          (case.dy, *saved, case.rms, case.b is not None, probe is not None, "cpu"))
+    total, _, stats = ln_kernel.norm_forward_op(*args)
+    saved = (x if branch is None else total).detach(), w.detach(), stats.detach(), case.p
+    dtotal, branch_dtype = (None, None) if branch is None else (torch.randn(2, 3, 16).to(case.x_dtype), branch.dtype)
+    torch.library.opcheck(ln_kernel.norm_backward_op, (dtotal, case.dy, *saved, case.rms, case.b is not None, probe is not None,
+                                                       branch_dtype, "cpu"))
 
 
 # ---- building the C++ kernel
@@ -686,7 +683,7 @@ def test_interpreted_triton_either_result_of_an_addition_alone_may_be_used(used)
         case = Case((3, 4, 10))
         x, w, b = case.leaves()
         branch, probe = torch.ones(3, 4, 10, requires_grad=True), case.probe()
-        total, y = ln_kernel.add_layer_norm(x, branch, w, b, probe, impl=impl)
+        total, y = ln_kernel.norm(x, w, b, probe, branch=branch, impl=impl)
         (total if used == "sum" else y).backward(case.dy)
         found.append([v.grad for v in (x, branch, w, b, probe) if v.grad is not None])
     assert len(found[0]) == (2 if used == "sum" else 5)
@@ -699,24 +696,18 @@ def test_the_fused_addition_traces_as_one_operation_each_way(monkeypatch):
     from torch._dynamo.testing import AotEagerAndRecordGraphs
     calls = []
 
-    def add_forward(x, branch, weight, bias, eps, rms, out_dtype):
-        y, stats = ln_kernel.ref_forward(x + branch, weight, bias, eps, rms, out_dtype)
-        return x + branch, y, stats
-
-    def add_backward(dtotal, dy, x, *rest):
+    def backward(dtotal, *rest):
         calls.append(dtotal)
-        dx, *others = ln_kernel.ref_backward(dy, x, *rest[:-1])
-        dx = dx if dtotal is None else dx + dtotal
-        return dx, None if rest[-1] == x.dtype else dx.to(rest[-1]), *others
-    functions = types.SimpleNamespace(forward=ln_kernel.ref_forward, backward=ln_kernel.ref_backward, add_forward=add_forward,
-                                      add_backward=add_backward)
+        dx, *others = ln_kernel.ref_backward(dtotal, *rest)
+        return dx.clone(), *others
+    functions = types.SimpleNamespace(forward=ln_kernel.ref_forward, backward=backward)
     monkeypatch.setitem(backends.BACKENDS, "other", backends.Backend("other", (), frozenset(), lambda: functions, "-"))
     record, case = AotEagerAndRecordGraphs(), Case((3, 5, 16), metric=True)
     x, w, b = case.leaves()
     branch, probe = torch.randn(3, 5, 16, requires_grad=True), case.probe()
 
     def f(x, branch, w, b, probe):
-        total, y = ln_kernel.add_layer_norm(x, branch, w, b, probe, impl="other", metric=case.p)
+        total, y = ln_kernel.norm(x, w, b, probe, branch=branch, impl="other", metric=case.p)
         return total.cos() + y.sin()
     torch.compile(f, fullgraph=True, backend=record)(x, branch, w, b, probe).sum().backward()
     expected = [v.clone().detach().requires_grad_() for v in (x, branch, w, b, probe)]
@@ -727,8 +718,8 @@ def test_the_fused_addition_traces_as_one_operation_each_way(monkeypatch):
         torch.testing.assert_close(got.grad, truth.grad, rtol=1e-5, atol=1e-5)
     forward, backward = ([str(n.target) for n in g.graph.nodes if n.op == "call_function"] for g in
                          (record.fw_graphs[0], record.bw_graphs[0]))
-    assert [n for n in forward if "norm" in n] == ["rightbatch.add_norm.default"]
-    assert [n for n in backward if "norm" in n] == ["rightbatch.add_norm_backward.default"] and calls[0] is not None
+    assert [n for n in forward if "norm" in n] == ["rightbatch.norm_forward.default"]
+    assert [n for n in backward if "norm" in n] == ["rightbatch.norm_backward.default"] and calls[0] is not None
     assert sum("aten.add." in n for n in forward) == 1 and not any("aten.add." in n for n in backward)   # cos + sin
 
 

@@ -1,12 +1,6 @@
 // attention.cpp as torch operators, with their autograd in C++, as ln_autograd.cpp has it for the norm layers.
 
-#include <ATen/EmptyTensor.h>
-#include <ATen/FuncTorchTLS.h>
-#include <ATen/Parallel.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/saved_variable.h>
-#include <torch/library.h>
+#include "glue.h"
 
 extern "C" int64_t attention_scratch(int backward, int64_t B, int64_t T, int64_t H, int64_t D, float cosine_eps, int half,
                                      int threads);
@@ -18,11 +12,7 @@ extern "C" void attention_backward(const void* dout, const void* qkv, const void
 
 namespace {
 
-using at::Tensor;
-using torch::autograd::SavedVariable;
-using torch::autograd::variable_list;
-
-Tensor empty(at::IntArrayRef sizes, at::ScalarType dtype) { return at::detail::empty_cpu(sizes, dtype); }
+constexpr const char *kWhose = "the attention kernel", *kSetting = "attention_impl='torch'";
 
 // Below, waking a thread costs more than it saves. By multiplications: T * T / 2 * C for each example.
 int threads_for(int64_t B, int64_t T, int64_t C) { return B * T * T * C >= 1 << 18 ? at::get_num_threads() : 1; }
@@ -56,24 +46,17 @@ Tensor run_backward(const Tensor& grad, const Tensor& input, const Tensor& outpu
     return dqkv;
 }
 
-struct AttentionBackward : torch::autograd::Node {
-    SavedVariable qkv, out, lse;
+struct AttentionBackward : KernelNode<3> {   // keeps qkv, output, lse
     int64_t heads;
     double eps;
 
     variable_list apply(variable_list&& grads) override {
-        TORCH_CHECK(!at::GradMode::is_enabled(), "the attention kernel's backward pass cannot be differentiated again: "
-                    "create_graph=True needs attention_impl='torch'");
+        refuse_second_derivative(kWhose, kSetting);
         std::lock_guard<std::mutex> lock(mutex_);
         if (!grads[0].defined()) return {Tensor()};
         // under activation checkpointing, this runs the forward pass again
-        const Tensor input = qkv.unpack(), output = out.unpack(getptr());
-        return {run_backward(grads[0], input, output, lse.unpack(), heads, eps)};
-    }
-
-    void release_variables() override {
-        std::lock_guard<std::mutex> lock(mutex_);
-        for (SavedVariable* saved : {&qkv, &out, &lse}) saved->reset_data();
+        const Tensor qkv = kept[0].unpack(), out = kept[1].unpack(getptr());
+        return {run_backward(grads[0], qkv, out, kept[2].unpack(), heads, eps)};
     }
 
     std::string name() const override { return "AttentionBackward"; }
@@ -81,20 +64,17 @@ struct AttentionBackward : torch::autograd::Node {
 
 Tensor attention(const Tensor& qkv, int64_t heads, double eps) {
     using namespace torch::autograd;
-    if (const auto& functorch = at::functorch::functorchTLSAccessor()) functorch->checkSupportsCppAutogradFunction();
-    TORCH_CHECK(!isFwGradDefined(qkv), "the attention kernel has no forward-mode derivative: attention_impl='torch' has one");
-    const auto forward = [&] {
+    refuse_transforms({qkv}, kWhose, kSetting);
+    const auto compute = [&] {
         at::AutoDispatchBelowADInplaceOrView below;
         return run_forward(qkv, heads, eps);
     };
-    if (!compute_requires_grad(qkv)) return std::get<0>(forward());
+    if (!compute_requires_grad(qkv)) return std::get<0>(compute());
     const auto node = c10::make_intrusive<AttentionBackward>();
     node->set_next_edges(collect_next_edges(qkv));
-    auto [out, lse] = forward();
+    auto [out, lse] = compute();
     set_history(out, node);
-    node->qkv = SavedVariable(qkv, false);
-    node->out = SavedVariable(out, true);
-    node->lse = SavedVariable(lse, false);
+    node->kept = {SavedVariable(qkv, false), SavedVariable(out, true), SavedVariable(lse, false)};
     node->heads = heads;
     node->eps = eps;
     return out;

@@ -2,16 +2,13 @@
 
 A further backend is one more entry in BACKENDS. Its functions have the arguments and results of ln_kernel's ref:
 
-    forward(x, weight, bias, eps, rms, out_dtype) -> y, stats
-    backward(dy, x, weight, stats, metric, rms, has_bias, tracked) -> dx, dweight, dbias or None, sq or None
+    forward(x, branch or None, weight, bias, eps, rms, out_dtype) -> x + branch or None, y, stats
+    backward(dtotal or None, dy, what was normalised, weight, stats, metric, rms, has_bias, tracked, branch_dtype or None)
+        -> dx, dbranch, dweight, dbias, sq, each or None
 
 and, where it has them,
 
-    norm(x, weight, bias, probe, metric, eps, rms) -> y               with autograd of its own
-    add_norm(x, branch, weight, bias, probe, metric, eps, rms) -> x + branch, y
-    add_forward(x, branch, weight, bias, eps, rms, out_dtype) -> x + branch, y, stats                without autograd
-    add_backward(dtotal or None, dy, x + branch, weight, stats, metric, rms, has_bias, tracked, branch_dtype)
-        -> dx, dbranch, dweight, dbias or None, sq or None
+    norm(x, branch or None, weight, bias, probe, metric, eps, rms) -> x + branch or None, y       with autograd of its own
     tap(dy, x, eps, rms, bias) -> (B, C or 2C)                        each example's gradient of weight(, bias), from x and dy
     try_launch()                                                      raises where no kernel runs
 """
@@ -48,9 +45,6 @@ class Backend:
     forward = functools.cached_property(lambda self: self.functions.forward)   # attributes after their first use: norm
     backward = functools.cached_property(lambda self: self.functions.backward)   # layers ask at each call
     norm = functools.cached_property(lambda self: getattr(self.functions, "norm", None))
-    add_norm = functools.cached_property(lambda self: getattr(self.functions, "add_norm", None))
-    add_forward = functools.cached_property(lambda self: getattr(self.functions, "add_forward", None))
-    add_backward = functools.cached_property(lambda self: getattr(self.functions, "add_backward", None))
     tap = functools.cached_property(lambda self: getattr(self.functions, "tap", None))
 
     def available(self):
@@ -70,7 +64,7 @@ class Backend:
 def _load_cpu():
     from rightbatch.kernels import cpp
     try:
-        return cpp.operators("norm", "add_norm", "forward", "backward", "tap")
+        return cpp.operators("norm", "forward", "backward", "tap")
     except (OSError, RuntimeError) as e:
         raise RuntimeError(f"no C++ kernel ({e})") from e
 

@@ -1,4 +1,4 @@
-"""The Triton (CUDA) kernels of ln_kernel.py: forward, backward, add_forward, add_backward and tap, as backends.py lists them.
+"""The Triton (CUDA) kernels of ln_kernel.py: forward, backward and tap, as backends.py lists them.
 
 Never run on a real GPU. Tested in Triton's interpreter (TRITON_INTERPRET=1) and compiled for sm_80, sm_90 and sm_100:
 `python bench.py triton` prints registers, spills, barriers and global traffic.
@@ -11,8 +11,8 @@ two means from a kernel before them: x and dy are then read twice.
 
 tap: the per-example sums alone, of a norm layer that somebody else computes; x and dy are read once.
 
-add_*: x + branch is formed on the way, as residual streams need it, and its gradient goes to both. Without it the addition and
-its backward pass would be a read and a write of the residual stream each, which the compiler cannot fuse into our kernels.
+x + branch is formed on the way, as residual streams need it, and its gradient goes to both. Otherwise the addition and its
+backward pass would be a read and a write of the residual stream each, which the compiler cannot fuse into our kernels.
 
 rows = B * T. A kernel's pointer that is None leaves out what belongs to it.
 """
@@ -187,8 +187,8 @@ def tap(dy, x, eps, rms, bias):
     return partials.sum(1)
 
 
-def add_forward(x, branch, weight, bias, eps, rms, out_dtype):
-    """x + branch (x if there is no branch), its norm, stats."""
+def forward(x, branch, weight, bias, eps, rms, out_dtype):
+    """x + branch (None if there is no branch), its norm, stats."""
     x, C = x.contiguous(), x.shape[-1]
     rows = x.numel() // C
     y = torch.empty_like(x, dtype=out_dtype)
@@ -198,14 +198,10 @@ def add_forward(x, branch, weight, bias, eps, rms, out_dtype):
     with torch.cuda.device_of(x):   # Triton launches on the current device
         forward_kernel[(rows,)](x, branch, weight.contiguous(), None if bias is None else bias.contiguous(), total, y, stats,
                                 rows, C, eps, RMS=rms, **launch(C))
-    return total, y, stats
+    return None if branch is None else total, y, stats
 
 
-def forward(x, weight, bias, eps, rms, out_dtype):
-    return add_forward(x, None, weight, bias, eps, rms, out_dtype)[1:]
-
-
-def add_backward(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, branch_dtype):
+def backward(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, branch_dtype):
     """dx, dbranch (None without a branch_dtype; dx itself where that is x's), dweight, dbias or None, sq or None."""
     dy, x, weight, B, C = dy.contiguous(), x.contiguous(), weight.contiguous(), x.shape[0], x.shape[-1]
     dtotal = None if dtotal is None else dtotal.contiguous()
@@ -231,16 +227,11 @@ def add_backward(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, b
     return dx, dbranch, grad[0], grad[1] if has_bias else None, sq.sum(0) if tracked else None
 
 
-def backward(dy, x, weight, stats, metric, rms, has_bias, tracked):
-    dx, _, *rest = add_backward(None, dy, x, weight, stats, metric, rms, has_bias, tracked, None)
-    return dx, *rest
-
-
 def try_launch():
     """Triton compiles its launcher in C at the first launch: better found out here than within a step."""
     try:
         x = torch.ones(1, 1, 16, device="cuda")
-        forward(x, x[0, 0], None, 1e-5, True, x.dtype)
+        forward(x, None, x[0, 0], None, 1e-5, True, x.dtype)
         torch.cuda.synchronize()
     except Exception as e:   # of a compiler, a linker, a driver
         raise RuntimeError("Triton cannot launch a kernel: install a C compiler (gcc), Python's headers (python3-dev) and a "
