@@ -1,5 +1,4 @@
-"""
-Linear, embedding and position embedding whose backward pass also yields each example's squared gradient norm.
+"""Linear, embedding and position embedding whose backward pass also yields each example's squared gradient norm.
 
     probe = torch.zeros(2, B, requires_grad=True)        # weight row, bias row
     y = per_example.linear(x, weight, bias, probe)       # the same y as F.linear(x, weight, bias)
@@ -17,27 +16,23 @@ sum_j c_j^2. Tables have none: see rightbatch/rows.py.
 Letters: B examples, T positions in each, C channels in, O channels out, V vocabulary (= O of the head).
 """
 
-from typing import NamedTuple
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 # Per-example weight gradients are formed in pieces of at most this many bytes, in one buffer that is used again and
 # again. On quiet cores 5, 8 and 64 MB (whole pairs of examples) differed by less than the noise; on contended ones every
 # parallel region may wait for a thread, and 16 MB did better than 5. 32 MiB hold 12 examples of a 384 x 1536 layer.
 CHUNK_BYTES = 32 * 2**20
 
-# What one byte moved costs in floating-point operations; see cheaper_method.
-FLOPS_PER_BYTE = 4
+FLOPS_PER_BYTE = 4  # what one byte moved costs; see cheaper_method
 
+# ---- the weight gradient of a linear layer, c_b = g_b^T x_b and dW = sum_b c_b, together with |c_b|^2, two ways
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The weight gradient of a linear layer, c_b = g_b^T x_b and dW = sum_b c_b, together with |c_b|^2, two ways
-
-
-def cheaper_method(T, C, O):
-    """
-    "gram" or "simultaneous": whichever adds less to the plain weight gradient, for one example in float32.
+def cheaper_method(T: int, C: int, O: int) -> str:
+    """It names the method, "gram" or "simultaneous", that adds less to the plain weight gradient, for one float32 example.
 
                      extra FLOPs        extra bytes
     simultaneous     0                  4 * 4 C O                    c_b written, read for its norm, added to dW
@@ -45,26 +40,23 @@ def cheaper_method(T, C, O):
                                                                      g and x centred
 
     FLOPS_PER_BYTE weighs one against the other. It is a constant and not measured at start-up, so that the choice
-    (and with it the rounding of every run) follows from the shapes alone.
-    """
+    (and with it the rounding of every run) follows from the shapes alone."""
     simultaneous = FLOPS_PER_BYTE * 16 * C * O
     gram = 2 * T * T * (C + O) + FLOPS_PER_BYTE * (20 * T * T + 16 * T * (C + O))
     return "gram" if gram < simultaneous else "simultaneous"
 
 
-def accumulation_dtype(tensor):
+def accumulation_dtype(tensor: Tensor) -> torch.dtype:
     """Norms and sums over examples are float32 whatever the products are, float64 for float64."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def pieces(n_examples, n_rows, row_bytes):
-    """
-    Cut n_examples matrices of n_rows rows into pieces (b0, b1, r0, r1) of at most CHUNK_BYTES: several whole examples,
-    or, when one example is too large, some rows of one. One row is the least.
+def pieces(n_examples: int, n_rows: int, row_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """It cuts n_examples matrices of n_rows rows into pieces (b0, b1, r0, r1) of at most CHUNK_BYTES: several whole
+    examples, or, when one example is too large, some rows of one. One row is the least.
 
     Examples come in fours, then two, then one, because torch.bmm on a CPU gives whole examples to threads: 3 examples
-    on 2 threads took 1.4 times as long per example as 2 or 4.
-    """
+    on 2 threads took 1.4 times as long per example as 2 or 4."""
     rows = min(n_rows, max(1, CHUNK_BYTES // row_bytes))
     fit = max(1, CHUNK_BYTES // (rows * row_bytes))
     for r0 in range(0, n_rows, rows):
@@ -76,16 +68,15 @@ def pieces(n_examples, n_rows, row_bytes):
             b0 += n
 
 
-def simultaneous(g, x, p=None, idx=None):
-    """
-    Gray et al. 2024 (arXiv 2411.00999), "simultaneous" per-example norms: form the products that
-    the parameter gradient consists of anyway, take their norms, add them up.
+def simultaneous(g: Tensor, x: Tensor, p: Tensor | None = None, idx: Tensor | None = None
+                 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gray et al. 2024 (arXiv 2411.00999), "simultaneous" per-example norms: it forms the products that the parameter gradient
+    consists of anyway, takes their norms, adds them up.
 
         c_b = g_b^T x_b    (O, C)        sq_norm_b = sum_ij c_bij^2        dW = sum_b c_b
 
     g (B, T, O), x (B, T, C), p (O, C) or None, idx (B, S) or None
-    -> dW (O, C), sq_norms (1, B) or (2, B) with p, rows c_b[idx_b] (B, S, C) or None
-    """
+    -> dW (O, C), sq_norms (1, B) or (2, B) with p, rows c_b[idx_b] (B, S, C) or None"""
     (B, _, O), C, dtype = g.shape, x.shape[2], accumulation_dtype(g)
     dW = g.new_empty(O, C, dtype=dtype)
     sq_norms = g.new_zeros(1 if p is None else 2, B, dtype=dtype)
@@ -106,25 +97,17 @@ def simultaneous(g, x, p=None, idx=None):
             for c_b in c:
                 out += c_b
         if idx is not None:
-            picked[b0:b1] += pick_rows(c, idx[b0:b1], r0)
+            at = idx[b0:b1] - r0  # in this piece; rows of others add zero
+            rows = c[torch.arange(b1 - b0, device=c.device)[:, None], at.clamp(0, r1 - r0 - 1)]
+            picked[b0:b1] += rows.masked_fill_(((at < 0) | (at >= r1 - r0))[..., None], 0)
         if p is not None:  # last, because it overwrites c
             c = c.to(dtype).square_().mul_(p[r0:r1])
             sq_norms[1, b0:b1] += c.sum(2).sum(1)
     return dW, sq_norms, picked
 
 
-def pick_rows(c, idx, r0):
-    """c (n, R, C) holds rows r0 to r0 + R of larger matrices: rows idx (n, S) of those, zero where outside."""
-    n, R, _ = c.shape
-    local = idx - r0
-    inside = (local >= 0) & (local < R)
-    rows = c[torch.arange(n, device=c.device)[:, None], local.clamp(0, R - 1)]
-    return rows.masked_fill_(~inside[..., None], 0)
-
-
-def gram(g, x, idx=None):
-    """
-    Li et al. 2022 (arXiv 2110.05679), "ghost" norms: the same number without forming c_b,
+def gram(g: Tensor, x: Tensor, idx: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Li et al. 2022 (arXiv 2110.05679), "ghost" norms: it gets the same number without forming c_b,
 
         |g_b^T x_b|^2 = sum_ts (g_bt . g_bs) (x_bt . x_bs)
 
@@ -137,8 +120,7 @@ def gram(g, x, idx=None):
 
     and Gram matrices are never formed below float32, autocast or not.
 
-    Arguments and results as for `simultaneous`, without p: a weighted norm does not factor.
-    """
+    Arguments and results as for `simultaneous`, without p: a weighted norm does not factor."""
     (B, T, O), C, dtype = g.shape, x.shape[2], accumulation_dtype(g)
     dW = g.reshape(B * T, O).t().mm(x.reshape(B * T, C)).to(dtype)
     sq_norms = g.new_zeros(1, B, dtype=dtype)
@@ -162,47 +144,57 @@ def gram(g, x, idx=None):
     return dW, sq_norms, picked
 
 
-def weight_grad(g, x, p, idx, method):
-    return simultaneous(g, x, p, idx) if method == "simultaneous" else gram(g, x, idx)
+def weight_grad(g: Tensor, x: Tensor, p: Tensor | None, idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """It returns dW, sq_norms and rows by the cheaper method.
+
+    torch.compile sees one opaque operation: the loops and the buffer that they use again are the point of the two methods, and
+    tracing would unroll the one and undo the other. Eager mode skips the dispatcher."""
+    if torch.compiler.is_compiling():
+        return weight_grad_op(g, x, p, idx)
+    if p is None and cheaper_method(*x.shape[1:], g.shape[2]) == "gram":
+        return gram(g, x, idx)
+    return simultaneous(g, x, p, idx)
 
 
-# torch.compile sees the two methods above as one opaque operation: their loops and the buffer they use again are the
-# point of them, and tracing would unroll the one and undo the other. Eager mode skips the dispatcher.
 @torch.library.custom_op("rightbatch::weight_grad", mutates_args=())
-def weight_grad_op(
-    g: torch.Tensor, x: torch.Tensor, p: torch.Tensor | None, idx: torch.Tensor | None, method: str
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dW, sq_norms, picked = weight_grad(g, x, p, idx, method)
+def weight_grad_op(g: Tensor, x: Tensor, p: Tensor | None, idx: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    dW, sq_norms, picked = weight_grad(g, x, p, idx)
     return dW, sq_norms, g.new_empty(0) if picked is None else picked
 
 
 @weight_grad_op.register_fake
-def _(g, x, p, idx, method):
+def _(g, x, p, idx):
     (B, _, O), C, dtype = g.shape, x.shape[2], accumulation_dtype(g)
     picked = g.new_empty(0) if idx is None else g.new_empty(B, idx.shape[1], C, dtype=dtype)
     return g.new_empty(O, C, dtype=dtype), g.new_empty(1 if p is None else 2, B, dtype=dtype), picked
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Linear
+class Overheard(torch.autograd.Function):
+    """An identity on y, whose backward pass gives norms(gradient of y, *others) to the probe; norms None: zeros. linked: the
+    second result is a zero of y's shape, and what comes back to it is one more argument of norms."""
+
+    @staticmethod
+    def forward(ctx, y, probe, norms, linked, *others):
+        ctx.save_for_backward(*others)
+        ctx.norms, ctx.linked, ctx.shape = norms, linked, probe.shape
+        ctx.set_materialize_grads(False)  # nothing may come back to the zero
+        return y.view_as(y), y.new_zeros((), dtype=accumulation_dtype(y)).expand(y.shape) if linked else None
+
+    @staticmethod
+    def backward(ctx, g, came_back):
+        others, sq = ctx.saved_tensors, None
+        if g is not None:
+            more = (came_back,) if ctx.linked else ()
+            sq = g.new_zeros(ctx.shape) if ctx.norms is None else ctx.norms(g, *others, *more)
+        return g, sq, None, None, *[None] * len(others)
 
 
-def linear_gradients(g, x, weight, p, idx, method, needs_x=True, needs_weight=True):
-    """g (B, T, O), x (B, T, C) -> dx, and what weight_grad gives: dW, sq_norms, rows. None for what is not needed."""
-    dx = dW = sq_norms = rows = None
-    if needs_x:
-        dx = g.reshape(-1, g.shape[2]).mm(weight).view(x.shape)
-    if needs_weight:
-        op = weight_grad_op if torch.compiler.is_compiling() else weight_grad
-        dW, sq_norms, rows = op(g, x, p, idx, method)
-    return dx, dW, sq_norms, rows
-
+# ---- linear
 
 class Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, probe, p_weight, p_bias, link_rows, link_idx, method):
+    def forward(ctx, x, weight, bias, probe, p_weight, p_bias, link_rows, link_idx):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.method = method
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             # Cast here, as autocast would inside F.linear, to have the copies for the backward pass.
             dtype = torch.get_autocast_dtype(x.device.type)
@@ -215,15 +207,14 @@ class Linear(torch.autograd.Function):
         x, weight, p_weight, p_bias, link_idx = ctx.saved_tensors
         x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        B = x.shape[0]
-        g3, x3 = g.reshape(B, -1, weight.shape[0]), x.reshape(B, -1, weight.shape[1])  # (B, T, O), (B, T, C)
-        zero = g.new_zeros(B, dtype=accumulation_dtype(g))
-        sq = [zero, zero] if p_weight is None else [zero, zero, zero, zero]
-        dx, dW, sq_weight, rows = linear_gradients(g3, x3, weight, p_weight, link_idx, ctx.method, needs_x, needs_weight)
-        db = None
+        g3, x3 = g.reshape(len(x), -1, weight.shape[0]), x.reshape(len(x), -1, weight.shape[1])  # (B, T, O), (B, T, C)
+        zero = g.new_zeros(len(x), dtype=accumulation_dtype(g))
+        sq = [zero] * (2 if p_weight is None else 4)
+        dx = dW = db = rows = None
         if needs_x:
-            dx = dx.view(x.shape).to(x_dtype)
+            dx = g3.flatten(0, 1).mm(weight).view(x.shape).to(x_dtype)
         if needs_weight:
+            dW, sq_weight, rows = weight_grad(g3, x3, p_weight, link_idx)
             dW = dW.to(weight_dtype)
             sq[0::2] = sq_weight.unbind(0)
         if needs_bias:
@@ -232,111 +223,69 @@ class Linear(torch.autograd.Function):
             sq[1] = c.square().sum(1)
             if p_bias is not None:
                 sq[3] = (c.square() * p_bias).sum(1)
-        return dx, dW, db, torch.stack(sq), None, None, rows if ctx.needs_input_grad[6] else None, None, None
+        return dx, dW, db, torch.stack(sq), None, None, rows if ctx.needs_input_grad[6] else None, None
 
 
-def row_sq_norms(g, x, rows, p_weight=None, p_bias=None, weight=True, bias=True):
-    """
-    |c_b|^2 of k rows of a linear layer's weight and of its bias alone: c_b = g_b[:, rows]^T x_b, a small product.
+def row_sq_norms(g: Tensor, x: Tensor, rows: Tensor, p_weight: Tensor | None = None, p_bias: Tensor | None = None,
+                 weight: bool = True, bias: bool = True) -> Tensor:
+    """It computes |c_b|^2 of k rows of a linear layer's weight and of its bias: c_b = g_b[:, rows]^T x_b, a small product.
 
-    g (B, T, O), x (B, T, C), rows (k,), p_weight (k, C), p_bias (k,) -> (2, B), or (4, B) with a metric
-    """
+    g (B, T, O), x (B, T, C), rows (k,), p_weight (k, C), p_bias (k,) -> (2, B), or (4, B) with a metric"""
     dtype, picked = accumulation_dtype(g), g.index_select(2, rows)  # (B, T, k)
     if g.dtype == torch.float16:  # which one example's gradient may leave
         picked, x = picked.float(), x.float()
     sq = [g.new_zeros(g.shape[0], dtype=dtype)] * (2 if p_weight is None and p_bias is None else 4)
     if weight:
-        own = torch.bmm(picked.mT, x).to(dtype).square_().flatten(1)  # (B, k C)
-        sq[0::2] = [own.sum(1)] if p_weight is None else [own.sum(1), own @ p_weight.flatten()]
+        squares = torch.bmm(picked.mT, x).to(dtype).square_().flatten(1)  # (B, k C)
+        sq[0::2] = [squares.sum(1)] if p_weight is None else [squares.sum(1), squares @ p_weight.flatten()]
     if bias:
-        own = picked.sum(1, dtype=dtype).square_()  # (B, k)
-        sq[1::2] = [own.sum(1)] if p_bias is None else [own.sum(1), own @ p_bias]
+        squares = picked.sum(1, dtype=dtype).square_()  # (B, k)
+        sq[1::2] = [squares.sum(1)] if p_bias is None else [squares.sum(1), squares @ p_bias]
     return torch.stack(sq)
 
 
-class RowNorms(torch.autograd.Function):
-    """An identity on a linear layer's output y = x W^T + bias, whose backward pass gives row_sq_norms to the probe."""
-
-    @staticmethod
-    def forward(ctx, y, x, probe, rows, p_weight, p_bias, trained):
-        ctx.save_for_backward(x, rows, p_weight, p_bias)
-        ctx.trained = trained  # weight, bias
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, g):
-        x, rows, p_weight, p_bias = ctx.saved_tensors
-        sq = row_sq_norms(g.flatten(1, -2), x.flatten(1, -2), rows, p_weight, p_bias, *ctx.trained)
-        return g, None, sq, None, None, None, None
-
-
-def linear(x, weight, bias=None, probe=None, metric=None, method="auto", link=None, rows=None):
-    """
-    F.linear(x, weight, bias); probe.grad gets the rows |c_b|^2 of weight and bias (zero without a bias).
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, probe: Tensor | None = None,
+           metric: tuple[Tensor, Tensor | None] | None = None, link: tuple[Tensor, Tensor] | None = None,
+           rows: Tensor | None = None) -> Tensor:
+    """It computes F.linear(x, weight, bias); probe.grad gets the rows |c_b|^2 of weight and bias (zero without a bias).
 
     x (B, ..., C), weight (O, C), bias (O,), probe (2, B)
     metric: (p_weight (O, C), p_bias (O,) or None) adds the two rows sum_j p_j c_j^2: probe (4, B). Simultaneous only.
-    method: "simultaneous", "gram" or "auto", which asks cheaper_method
     link:   from embedding(..., tied=True) with the same weight, see there
-    rows:   row numbers (k,): the norms of these rows of weight and bias alone; the metric is then of these rows, too
-    """
-    if not tracked(probe):
+    rows:   row numbers (k,): the norms of these rows of weight and bias alone; the metric is then of these rows, too"""
+    if not tracked("linear", probe, 2 if metric is None else 4, x.shape[0]):
         return F.linear(x, weight, bias)
-    B, O, C = x.shape[0], *weight.shape
-    check_probe("linear", probe, 2 if metric is None else 4, B)
     p_weight, p_bias = (None, None) if metric is None else metric
     if metric is not None and bias is not None and p_bias is None:
         raise ValueError("linear: there is a bias, so metric needs (p_weight, p_bias); got p_bias=None")
-    if method not in ("auto", "simultaneous", "gram"):
-        raise ValueError(f"linear: method={method!r}, expected 'auto', 'simultaneous' or 'gram'")
-    if method == "gram" and metric is not None:
-        raise ValueError("linear: method='gram' cannot weigh by metric, expected 'auto' or 'simultaneous'")
-    if rows is not None:
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear would: one copy for both
-        y = F.linear(x, weight, bias)
-        trained = weight.requires_grad, bias is not None and bias.requires_grad
-        return RowNorms.apply(y, x.detach(), probe, rows, p_weight, p_bias, trained)
-    if method == "auto":
-        T = x.shape[1:-1].numel()
-        method = "simultaneous" if metric is not None else cheaper_method(T, C, O)
-    link_rows, idx = (None, None) if link is None else link
-    return Linear.apply(x, weight, bias, probe, p_weight, p_bias, link_rows, idx, method)
+    if rows is None:
+        return Linear.apply(x, weight, bias, probe, p_weight, p_bias, *(link or (None, None)))
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
+        x = x.to(torch.get_autocast_dtype(x.device.type))  # as F.linear would: one copy for both
+    trained = weight.requires_grad, bias is not None and bias.requires_grad
+
+    def norms(g, x, rows, p_weight, p_bias):
+        return row_sq_norms(g.flatten(1, -2), x.flatten(1, -2), rows, p_weight, p_bias, *trained)
+    return Overheard.apply(F.linear(x, weight, bias), probe, norms, False, x.detach(), rows, p_weight, p_bias)[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Embedding, and the cross term of a matrix that is embedding and head at once
+# ---- embedding, and the cross term of a matrix that is embedding and head at once
 
+def embedding_sq_norms(g: Tensor, idx: Tensor, head_rows: Tensor | None = None) -> Tensor:
+    """Row v of example b's contribution is the sum over the positions t that hold token v,
 
-class Link(NamedTuple):
-    """From a tied embedding to its head: a zero whose gradient brings back the rows of the head's c_b, and the ids."""
-
-    rows: torch.Tensor  # (B, T, C), no memory behind it
-    idx: torch.Tensor  # (B, T)
-
-
-def number_distinct(idx):
-    """For each row of idx (B, T) number its distinct values from 0: (B, T), equal where idx is equal."""
-    ordered, order = idx.sort(dim=1)
-    number = F.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))
-    return torch.empty_like(number).scatter_(1, order, number)
-
-
-def embedding_sq_norms(g, idx, head_rows=None):
-    """
-    Row v of example b's contribution is the sum over the positions t that hold token v,
-
-        c_bv = sum_{t: idx_bt = v} g_bt        sq_norm_b = sum_v p_v . c_bv^2
+        c_bv = sum_{t: idx_bt = v} g_bt        sq_norm_b = sum_v c_bv^2
 
     An example holds at most T distinct tokens, so the sums go to T slots, not V. Tied to a head with contribution a_b,
     |a_b + c_b|^2 = |a_b|^2 + |c_b|^2 + 2 <a_b, c_b>. The first term is the head's; the last needs a_b only in
     the rows of the example's tokens: <a_b, c_b> = sum_t g_bt . a_b[idx_bt].
 
-    g (B, T, C), idx (B, T), head_rows a_b[idx_b] (B, T, C) or None -> (1, B)
-    """
+    g (B, T, C), idx (B, T), head_rows a_b[idx_b] (B, T, C) or None -> (1, B)"""
     B, T, C = g.shape
-    number = number_distinct(idx)
-    slot = number + T * torch.arange(B, device=g.device)[:, None]
+    ordered, order = idx.sort(dim=1)
+    number = F.pad((ordered[:, 1:] != ordered[:, :-1]).cumsum(1), (1, 0))  # of each distinct token, from 0
+    slot = torch.empty_like(number).scatter_(1, order, number) + T * torch.arange(B, device=g.device)[:, None]
+    g = g.to(accumulation_dtype(g))
     sums = torch.ops.aten.embedding_dense_backward(g, slot, B * T, -1, False).view(B, T, C)
     sq_norms = torch.linalg.vector_norm(sums, dim=2).square().sum(1)
     if head_rows is not None:
@@ -344,77 +293,38 @@ def embedding_sq_norms(g, idx, head_rows=None):
     return sq_norms[None]
 
 
-class Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, idx, weight, probe):
-        ctx.save_for_backward(idx)
-        ctx.n_rows, ctx.probe_shape = weight.shape[0], probe.shape
-        ctx.set_materialize_grads(False)  # the head may have sent nothing back through the link
-        zero = weight.new_zeros((), dtype=accumulation_dtype(weight))
-        return F.embedding(idx, weight), zero.expand(*idx.shape, weight.shape[1])
-
-    @staticmethod
-    def backward(ctx, g, head_rows):
-        (idx,) = ctx.saved_tensors
-        if g is None:
-            return None, None, None
-        if not ctx.needs_input_grad[1]:
-            return None, None, g.new_zeros(ctx.probe_shape)
-        dW = torch.ops.aten.embedding_dense_backward(g, idx, ctx.n_rows, -1, False)
-        return None, dW, embedding_sq_norms(g.to(accumulation_dtype(g)), idx, head_rows)
-
-
-def embedding(idx, weight, probe=None, tied=False):
-    """
-    F.embedding(idx, weight); probe.grad gets the row |c_b|^2.
+def embedding(idx: Tensor, weight: Tensor, probe: Tensor | None = None, tied: bool = False
+              ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """It computes F.embedding(idx, weight); probe.grad gets the row |c_b|^2.
 
     idx (B, T), weight (V, C), probe (1, B)
     tied: return (output, link). When the head is linear(..., weight, link=link) and the weight rows of its probe are
-    this one's (autograd adds what both send), they hold the norms of the *sum* of both uses, cross term included.
-    """
-    if not tracked(probe):
-        output = F.embedding(idx, weight)
-        return (output, None) if tied else output
-    check_probe("embedding", probe, 1, idx.shape[0])
-    output, rows = Embedding.apply(idx, weight, probe)
-    return (output, Link(rows, idx)) if tied else output
+    this one's (autograd adds what both send), they hold the norms of the *sum* of both uses, cross term included. The link
+    is a zero (B, T, C), whose gradient brings back the rows of the head's c_b, and the ids."""
+    output, link = F.embedding(idx, weight), None
+    if tracked("embedding", probe, 1, idx.shape[0]):
+        output, zero = Overheard.apply(output, probe, embedding_sq_norms if weight.requires_grad else None, tied, idx)
+        link = zero, idx
+    return (output, link) if tied else output
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Position embedding
+# ---- position embedding
+
+def add_positions(x: Tensor, weight: Tensor, probe: Tensor | None = None) -> Tensor:
+    """It computes x + weight[:T]; x (B, T, C), weight (at least T, C), probe (1, B)."""
+    output = x + weight[:x.shape[1]]
+    if not tracked("add_positions", probe, 1, len(x)):
+        return output
+    return Overheard.apply(output, probe, position_sq_norms if weight.requires_grad else None, False)[0]
 
 
-class AddPositions(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, positions, probe):
-        ctx.dtypes, ctx.probe_shape = (x.dtype, positions.dtype), probe.shape
-        return x + positions
-
-    @staticmethod
-    def backward(ctx, g):
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
-        x_dtype, weight_dtype = ctx.dtypes
-        dx = g.to(x_dtype) if needs_x else None
-        if not needs_weight:
-            return dx, None, g.new_zeros(ctx.probe_shape)
-        # Each position occurs once in an example, so c_b is g_b itself.
-        c = g.to(accumulation_dtype(g))
-        return dx, c.sum(0).to(weight_dtype), torch.linalg.vector_norm(c, dim=2).square().sum(1)[None]
+def position_sq_norms(g: Tensor) -> Tensor:
+    """Each position occurs once in an example, so c_b is the gradient g_b itself."""
+    return torch.linalg.vector_norm(g.to(accumulation_dtype(g)), dim=2).square().sum(1)[None]
 
 
-def add_positions(x, weight, probe=None):
-    """x + weight[:T]; x (B, T, C), weight (at least T, C), probe (1, B)."""
-    B, T, _ = x.shape
-    if not tracked(probe):
-        return x + weight[:T]
-    check_probe("add_positions", probe, 1, B)
-    return AddPositions.apply(x, weight[:T], probe)
-
-
-def tracked(probe):
-    return probe is not None and probe.requires_grad and torch.is_grad_enabled()
-
-
-def check_probe(name, probe, rows, B):
-    if tuple(probe.shape) != (rows, B):
+def tracked(name: str, probe: Tensor | None, rows: int, B: int) -> bool:
+    """It tells whether there is a probe to fill, and refuses one of another shape."""
+    if probe is not None and tuple(probe.shape) != (rows, B):
         raise ValueError(f"{name}: probe has shape {tuple(probe.shape)}, expected {(rows, B)}: rows, examples")
+    return probe is not None and probe.requires_grad and torch.is_grad_enabled()

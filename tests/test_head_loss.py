@@ -35,7 +35,7 @@ def both(x, weight, targets, grad=0.25):
 
 def probed(x, weight, targets):
     """The head of exact mode on one example, and its probe."""
-    probe = torch.zeros(2, 1, dtype=head_loss.wide_dtype(x), requires_grad=True)
+    probe = torch.zeros(2, 1, dtype=head_loss.accumulation_dtype(x), requires_grad=True)
     return head_loss.probed_linear_cross_entropy(x[None], weight, targets[None], probe), probe
 
 

@@ -14,12 +14,21 @@ from torch.utils.checkpoint import checkpoint
 from rightbatch import per_example
 
 METHODS = ["simultaneous", "gram"]
+WAYS = pytest.mark.parametrize("method, weighted", [*((m, False) for m in METHODS), (None, True)], indirect=["method"])
 SHAPES = [(5, 7, 11, 13), (1, 6, 4, 3), (3, 1, 5, 2), (2, 17, 1, 1), (13, 3, 2, 31)]  # B, T, C, O
 
 
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(1)
+
+
+@pytest.fixture
+def method(request, monkeypatch):
+    """Makes this method the cheaper one, whatever the shapes; None leaves the choice."""
+    if request.param:
+        monkeypatch.setattr(per_example, "cheaper_method", lambda *shape: request.param)
+    return request.param
 
 
 def leaf(*shape, dtype=torch.float64):
@@ -59,13 +68,13 @@ def linear_case(B, T, C, O, bias=True, dtype=torch.float64):
 # linear
 
 
-@pytest.mark.parametrize("method", METHODS + ["auto"])
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_linear_norms_equal_the_loop_over_examples(shape, bias, method):
     x, weight, b, up, c = linear_case(*shape, bias=bias)
     probe = zero_probe(2, shape[0])
-    (per_example.linear(x, weight, b, probe, method=method) * up).sum().backward()
+    (per_example.linear(x, weight, b, probe) * up).sum().backward()
     torch.testing.assert_close(probe.grad[0], sq_norms(c[0]), rtol=1e-11, atol=0)
     if bias:
         torch.testing.assert_close(probe.grad[1], sq_norms(c[1]), rtol=1e-11, atol=0)
@@ -87,12 +96,12 @@ def test_linear_metric_rows_are_the_weighted_norms(shape, bias):
     torch.testing.assert_close(weight.grad, c[0].sum(0), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 def test_linear_outputs_and_gradients_are_those_of_torch(method):
     x, weight, b, up, _ = linear_case(5, 7, 11, 13, dtype=torch.float32)
     expected = F.linear(x, weight, b)
     expected_grads = torch.autograd.grad((expected * up).sum(), (x, weight, b))
-    actual = per_example.linear(x, weight, b, zero_probe(2, 5, torch.float32), method=method)
+    actual = per_example.linear(x, weight, b, zero_probe(2, 5, torch.float32))
     grads = torch.autograd.grad((actual * up).sum(), (x, weight, b))
     assert torch.equal(actual, expected)
     assert torch.equal(grads[0], expected_grads[0])
@@ -103,30 +112,30 @@ def test_linear_outputs_and_gradients_are_those_of_torch(method):
 
 
 @pytest.mark.parametrize("shape", [(7,), (7, 2, 3)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 def test_linear_takes_no_or_several_position_dimensions(shape, method):
     B = shape[0]
     x, weight, up = leaf(*shape, 5), leaf(4, 5), torch.randn(*shape, 4, dtype=torch.float64)
     probe = zero_probe(2, B)
-    (per_example.linear(x, weight, None, probe, method=method) * up).sum().backward()
+    (per_example.linear(x, weight, None, probe) * up).sum().backward()
     (c,) = example_grads(lambda n: (F.linear(x[n], weight) * up[n]).sum(), [weight], B)
     torch.testing.assert_close(probe.grad[0], sq_norms(c), rtol=1e-11, atol=0)
     assert x.grad.shape == x.shape
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 @pytest.mark.parametrize("shape", [(4, 1, 384, 96), (4, 64, 96, 384), (1, 256, 128, 65), (2, 3, 64, 9973)])
 def test_float32_norms_are_within_1e5_of_float64(shape, method):
     x, weight, b, up, c = linear_case(*shape, dtype=torch.float32)
     probe = zero_probe(2, shape[0], torch.float32)
-    (per_example.linear(x, weight, b, probe, method=method) * up).sum().backward()
+    (per_example.linear(x, weight, b, probe) * up).sum().backward()
     assert probe.grad.dtype == torch.float32
     for row, c_i in zip(probe.grad.double(), c, strict=True):
         torch.testing.assert_close(row, sq_norms(c_i), rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("spread", [1e-2, 1e-3])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 def test_float32_norms_survive_a_gradient_that_cancels_over_positions(method, spread):
     # Inputs that share a large part, times gradients that sum to zero: without taking the means out first, the
     # gram method was wrong by 5e-4 and 1e-1 here.
@@ -134,12 +143,12 @@ def test_float32_norms_survive_a_gradient_that_cancels_over_positions(method, sp
     g = torch.randn(B, T, O)
     g = g - g.mean(1, keepdim=True)
     x = spread * torch.randn(B, T, C) + torch.randn(B, 1, C)
-    _, actual, _ = per_example.weight_grad(g, x, None, None, method)
+    _, actual, _ = per_example.weight_grad(g, x, None, None)
     expected = sq_norms(torch.bmm(g.double().mT, x.double()))
     torch.testing.assert_close(actual[0].double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 def test_autocast_norms_are_those_of_the_bfloat16_products(method):
     # bfloat16 keeps 8 bits. The oracle starts from the same rounded x and g, so what is left is that the products are
     # rounded once more (simultaneous): at most 2^-8 of each element's square, less after averaging over elements.
@@ -148,7 +157,7 @@ def test_autocast_norms_are_those_of_the_bfloat16_products(method):
     probe = zero_probe(2, B, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         expected = F.linear(x, weight, b)
-        actual = per_example.linear(x, weight, b, probe, method=method)
+        actual = per_example.linear(x, weight, b, probe)
     assert actual.dtype == torch.bfloat16 and torch.equal(actual, expected)
     expected_grads = torch.autograd.grad((expected * up).sum(), (x, weight, b))
     grads = torch.autograd.grad((actual * up).sum(), (x, weight, b, probe))
@@ -210,7 +219,7 @@ class Tiny:
         self.parameters = [self.wte, self.wpe, self.weight, self.bias]
         self.metric = [torch.rand_like(p) for p in (self.weight, self.bias)]  # tables have none
 
-    def loss(self, n=slice(None), probes=None, method="auto", weighted=False, recompute=False):
+    def loss(self, n=slice(None), probes=None, weighted=False, recompute=False):
         """Mean over all B examples of the examples n: example b's share is what it contributes."""
         rows = (lambda i, r: None) if probes is None else (lambda i, r: probes[i, r])
         h, link = per_example.embedding(self.idx[n], self.wte, rows(0, [0]), tied=True)
@@ -218,10 +227,10 @@ class Tiny:
 
         def hidden(h):
             two, metric = ([0, 1, 2, 3], tuple(self.metric)) if weighted else ([0, 1], None)
-            return h + torch.tanh(per_example.linear(h, self.weight, self.bias, rows(2, two), metric, method))
+            return h + torch.tanh(per_example.linear(h, self.weight, self.bias, rows(2, two), metric))
 
         h = checkpoint(hidden, h, use_reentrant=False) if recompute else hidden(h)
-        logits = per_example.linear(h, self.wte, None, rows(0, [0, 1]), None, method, link=link)
+        logits = per_example.linear(h, self.wte, None, rows(0, [0, 1]), link=link)
         total = F.cross_entropy(logits.flatten(0, 1), self.targets[n].flatten(), reduction="sum")
         return total / self.targets.numel()
 
@@ -240,22 +249,22 @@ class Tiny:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"B": 1}, {"T": 1}, {"V": 31, "T": 3}, {"V": 3, "T": 19}])
-@pytest.mark.parametrize(("method", "weighted"), [("simultaneous", False), ("gram", False), ("auto", True)])
+@WAYS
 def test_tied_matrix_counts_once_with_its_cross_term(sizes, method, weighted):
     tiny = Tiny(**sizes)
     probes = tiny.probes(weighted)
-    tiny.loss(probes=probes, method=method, weighted=weighted).backward()
+    tiny.loss(probes=probes, weighted=weighted).backward()
     torch.testing.assert_close(probes.grad, tiny.expected(weighted), rtol=1e-10, atol=0)
     expected_grads = torch.autograd.grad(tiny.loss(), tiny.parameters)
     for p, grad in zip(tiny.parameters, expected_grads, strict=True):
         torch.testing.assert_close(p.grad, grad, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 def test_tied_float32_norms_are_within_1e5_of_float64(method):
     tiny = Tiny(B=4, T=32, V=65, C=24, dtype=torch.float32)
     probes = tiny.probes(dtype=torch.float32)
-    tiny.loss(probes=probes, method=method).backward()
+    tiny.loss(probes=probes).backward()
     for p in (tiny.wte, tiny.wpe, tiny.weight, tiny.bias):  # the same values in float64: only the arithmetic differs
         p.grad = None
         p.data = p.data.double()
@@ -277,14 +286,14 @@ def test_without_the_link_the_cross_term_is_missing():
     assert ((probes.grad[0, 0] / sq_norms(c) - 1).abs() > 0.01).all()
 
 
-@pytest.mark.parametrize(("method", "weighted"), [("simultaneous", False), ("gram", False), ("auto", True)])
+@WAYS
 def test_small_chunks_give_the_same_numbers(monkeypatch, method, weighted):
     tiny = Tiny(B=13)
     expected = tiny.expected(weighted)
     for limit in (1, 100, 700):  # one row, some rows of an example, and for the hidden layer 4 + 4 + 4 + 1 examples
         monkeypatch.setattr(per_example, "CHUNK_BYTES", limit)
         probes = tiny.probes(weighted)
-        loss = tiny.loss(probes=probes, method=method, weighted=weighted)
+        loss = tiny.loss(probes=probes, weighted=weighted)
         grads = torch.autograd.grad(loss, [probes, *tiny.parameters])
         torch.testing.assert_close(grads[0], expected, rtol=1e-10, atol=0)
         for grad, wanted in zip(grads[1:], torch.autograd.grad(tiny.loss(), tiny.parameters), strict=True):
@@ -302,33 +311,24 @@ def test_pieces_cover_every_row_of_every_example_once_within_the_limit(monkeypat
             assert (seen == 1).all()
 
 
-@pytest.mark.parametrize(("method", "weighted"), [("simultaneous", False), ("gram", False), ("auto", True)])
+@WAYS
 def test_checkpointing_gives_the_same_norms(method, weighted):
     tiny = Tiny()
     probes = tiny.probes(weighted)
-    tiny.loss(probes=probes, method=method, weighted=weighted, recompute=True).backward()
+    tiny.loss(probes=probes, weighted=weighted, recompute=True).backward()
     torch.testing.assert_close(probes.grad, tiny.expected(weighted), rtol=1e-10, atol=0)
 
 
 # aot_eager traces forward and backward as inductor does and needs no C++ compiler; one case goes all the way.
-@pytest.mark.parametrize(
-    ("method", "weighted", "recompute", "backend"),
-    [
-        ("simultaneous", False, False, "inductor"),
-        ("gram", False, False, "aot_eager"),
-        ("auto", True, False, "aot_eager"),
-        ("auto", False, True, "aot_eager"),
-    ],
-)
+@pytest.mark.parametrize("method, weighted, recompute, backend", [
+    ("simultaneous", False, False, "inductor"), ("gram", False, False, "aot_eager"), (None, True, False, "aot_eager"),
+    (None, False, True, "aot_eager")], indirect=["method"])
 def test_compiled_whole_graph_gives_the_same_norms(method, weighted, recompute, backend):
     torch._dynamo.reset()
     tiny = Tiny()
     probes = tiny.probes(weighted)
-    step = torch.compile(
-        lambda probes: tiny.loss(probes=probes, method=method, weighted=weighted, recompute=recompute),
-        fullgraph=True,
-        backend=backend,
-    )
+    step = torch.compile(lambda probes: tiny.loss(probes=probes, weighted=weighted, recompute=recompute), fullgraph=True,
+                         backend=backend)
     step(probes).backward()
     torch.testing.assert_close(probes.grad, tiny.expected(weighted), rtol=1e-10, atol=0)
 
@@ -368,14 +368,14 @@ def test_no_grad_works_and_records_nothing():
     assert not loss.requires_grad and torch.equal(loss, tiny.loss())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 def test_frozen_parameters_count_zero_and_the_others_are_unchanged(method):
     x, weight, b, up, c = linear_case(4, 3, 5, 6)
     for frozen in ([weight], [b], [x], [x, weight], [weight, b]):
         for t in (x, weight, b):
             t.requires_grad_(all(t is not f for f in frozen)).grad = None
         probe = zero_probe(2, 4)
-        (per_example.linear(x, weight, b, probe, method=method) * up).sum().backward()
+        (per_example.linear(x, weight, b, probe) * up).sum().backward()
         for row, t, c_t in zip(probe.grad, (weight, b), c, strict=True):
             torch.testing.assert_close(row, sq_norms(c_t) * t.requires_grad, rtol=1e-11, atol=0)
         assert all((t.grad is None) != t.requires_grad for t in (x, weight, b))
@@ -387,12 +387,12 @@ def test_frozen_parameters_count_zero_and_the_others_are_unchanged(method):
     assert (probe.grad == 0).all()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", METHODS, indirect=True)
 def test_strided_inputs_and_expanded_gradients_are_fine(method):
     B, T, C, O = 4, 3, 5, 6
     x, weight = leaf(T, C, B).permute(2, 0, 1), leaf(C, O).t()
     probe = zero_probe(2, B)
-    per_example.linear(x, weight, None, probe, method=method).sum().backward()  # sum: the gradient has strides 0
+    per_example.linear(x, weight, None, probe).sum().backward()  # sum: the gradient has strides 0
     leaf_weight = weight.detach().clone().requires_grad_()
     (c,) = example_grads(lambda n: F.linear(x[n], leaf_weight).sum(), [leaf_weight], B)
     torch.testing.assert_close(probe.grad[0], sq_norms(c), rtol=1e-11, atol=0)
@@ -443,8 +443,6 @@ def test_auto_uses_the_cheaper_method_and_a_metric_forces_simultaneous(monkeypat
     [
         ("expected \\(2, 3\\)", lambda x, w, b: per_example.linear(x, w, b, zero_probe(1, 3))),
         ("expected \\(4, 3\\)", lambda x, w, b: per_example.linear(x, w, b, zero_probe(2, 3), (w, b))),
-        ("method='fast'", lambda x, w, b: per_example.linear(x, w, b, zero_probe(2, 3), method="fast")),
-        ("cannot weigh", lambda x, w, b: per_example.linear(x, w, b, zero_probe(4, 3), (w, b), "gram")),
         ("p_bias=None", lambda x, w, b: per_example.linear(x, w, b, zero_probe(4, 3), (w, None))),
         ("expected \\(1, 3\\)", lambda x, w, b: per_example.add_positions(x, x[0], zero_probe(2, 3))),
     ],
@@ -467,13 +465,13 @@ class TensorSizes(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize(("method", "weighted"), [("simultaneous", False), ("gram", False), ("auto", True)])
+@WAYS
 def test_backward_never_makes_vocabulary_times_width_per_example(monkeypatch, method, weighted):
     B, T, V, C = 6, 5, 997, 32
     chunk = 40_000  # a third of one example's V x C
     monkeypatch.setattr(per_example, "CHUNK_BYTES", chunk)
     tiny = Tiny(B, T, V, C, dtype=torch.float32)
-    loss = tiny.loss(probes=tiny.probes(weighted, torch.float32), method=method, weighted=weighted)
+    loss = tiny.loss(probes=tiny.probes(weighted, torch.float32), weighted=weighted)
     with TensorSizes() as sizes:
         loss.backward()
     weight_grad, logits = 4 * V * C, 4 * B * T * V  # plain torch makes these too

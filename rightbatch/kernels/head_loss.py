@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from rightbatch import ln_kernel, per_example
+from rightbatch.per_example import accumulation_dtype
 
 # Rows whose logits fill this many bytes make a chunk. Each chunk packs the weight anew and adds to its gradient: in chunks of
 # 32, 64 and 128 MiB instead of one of 206 MB the head of gpt_111m took 1.17, 1.10 and 1.05 times as long on two CPU cores.
@@ -67,11 +68,6 @@ def padded(vocab_size):
     return 16 * (lines + 1 - lines % 2)
 
 
-def wide_dtype(tensor):
-    """Losses and sums are float32 whatever the products are, float64 for float64."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def softmax_minus_onehot_(logits, targets, losses):
     """Overwrite logits (n, V) with softmax - onehot, in their dtype, and losses (n,), in float32. Both are zero where targets
     say IGNORE."""
@@ -96,7 +92,7 @@ def softmax_minus_onehot_(logits, targets, losses):
 def forward_and_gradients(x, weight, targets):
     """x (N, C), weight (V, C) in the dtype of the products, targets (N,) -> losses (N,), and the gradients of their *sum*: of x
     in its dtype, of weight in float32."""
-    (N, C), V, wide = x.shape, weight.shape[0], wide_dtype(x)
+    (N, C), V, wide = x.shape, weight.shape[0], accumulation_dtype(x)
     rows = min(N, rows_per_chunk(N, V, chunk_bytes(x.device), x.element_size() if x.is_cuda else 4))
     buffer = x.new_empty(rows, padded(V))[:, :V]
     dx, dW, losses = torch.empty_like(x), x.new_empty(V, C, dtype=wide), x.new_empty(N, dtype=wide)
@@ -126,7 +122,7 @@ def forward_and_gradients_op(x: torch.Tensor, weight: torch.Tensor, targets: tor
 
 @forward_and_gradients_op.register_fake
 def _(x, weight, targets):
-    wide = wide_dtype(x)
+    wide = accumulation_dtype(x)
     return x.new_empty(len(x), dtype=wide), torch.empty_like(x), weight.new_empty(weight.shape, dtype=wide)
 
 
@@ -179,7 +175,7 @@ def losses_and_difference(x, weight, targets):
         torch.mm(x, weight.t(), out=logits)
     else:
         logits = F.linear(x, weight)
-    losses = x.new_empty(len(x), dtype=wide_dtype(x))
+    losses = x.new_empty(len(x), dtype=accumulation_dtype(x))
     softmax_minus_onehot_(logits, targets, losses)
     return losses, logits
 
@@ -194,13 +190,13 @@ def losses_and_difference_op(x: torch.Tensor, weight: torch.Tensor, targets: tor
 @losses_and_difference_op.register_fake
 def _(x, weight, targets):
     V = len(weight)
-    return x.new_empty(len(x), dtype=wide_dtype(x)), x.new_empty(len(x), row_length(V, x.device))[:, :V]
+    return x.new_empty(len(x), dtype=accumulation_dtype(x)), x.new_empty(len(x), row_length(V, x.device))[:, :V]
 
 
 class ProbedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, targets, probe, link_rows, link_idx, method):
-        ctx.dtypes, ctx.method = (x.dtype, weight.dtype), method
+    def forward(ctx, x, weight, targets, probe, link_rows, link_idx):
+        ctx.dtypes = x.dtype, weight.dtype
         if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(x.device.type)
             x, weight = x.to(dtype), weight.to(dtype)
@@ -220,26 +216,25 @@ class ProbedLinearCrossEntropy(torch.autograd.Function):
         if not late:
             difference.mul_(scale.to(difference.dtype))
         difference = difference.view(*x.shape[:2], -1)
-        dx, dW, sq, rows = per_example.linear_gradients(difference, x, weight, None, link_idx, ctx.method)
+        dx = difference.flatten(0, 1).mm(weight).view(x.shape)
+        dW, sq, rows = per_example.weight_grad(difference, x, None, link_idx)
         if late:
             dx, dW, sq = dx * scale, dW * scale, sq * scale.square()
         rows = None if not ctx.needs_input_grad[4] else rows * scale if late else rows
         sq = torch.cat([sq, torch.zeros_like(sq)])  # that of no bias
-        return dx.to(x_dtype), dW.to(weight_dtype), None, sq, rows, None, None
+        return dx.to(x_dtype), dW.to(weight_dtype), None, sq, rows, None
 
 
 def probed_linear_cross_entropy(x, weight, targets, probe, link=None):
     """linear_cross_entropy whose probe gets what per_example.linear gives: x (B, T, C), targets (B, T), probe (2, B); link from
     per_example.embedding(..., tied=True). The weight must not be frozen."""
-    per_example.check_probe("probed_linear_cross_entropy", probe, 2, len(x))
-    method = per_example.cheaper_method(*x.shape[1:], len(weight))
-    rows, idx = (None, None) if link is None else link
-    return ProbedLinearCrossEntropy.apply(x, weight, targets, probe, rows, idx, method)
+    per_example.tracked("probed_linear_cross_entropy", probe, 2, len(x))
+    return ProbedLinearCrossEntropy.apply(x, weight, targets, probe, *(link or (None, None)))
 
 
 def cross_entropy_in_pieces(logits, targets):
     """The same loss without gradients, logits (N, V) untouched: for evaluation, which then holds them once."""
-    rows, wide = rows_per_chunk(*logits.shape), wide_dtype(logits)
+    rows, wide = rows_per_chunk(*logits.shape), accumulation_dtype(logits)
     total = sum(F.cross_entropy(logits[i:i + rows].to(wide), targets[i:i + rows], reduction="sum")
                 for i in range(0, len(logits), rows))
     return total / (targets != IGNORE).sum()
