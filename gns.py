@@ -161,8 +161,8 @@ class NoiseScale:
 class Calibration:
     """The factor from the norm layers' noise scale to the whole model's, from steps that sample, in which both are measured.
 
-    factor = (S_t / G_t) / (S_n / G_n) of averaged pairs (t total, n norm). Each is taken in units of the norm layers' present
-    averages, so that steps of different times, whose gradients differ by orders of magnitude, count alike. Total and norm
+    factor = (S_b / G_b) / (S_n / G_n) of averaged pairs (b body, n norm). Each is taken in units of the norm layers' present
+    averages, so that steps of different times, whose gradients differ by orders of magnitude, count alike. Body and norm
     come from the same examples, so their errors largely cancel: the delta method on log(factor), with all covariances.
     Once determined, the factor is held when its averages become undetermined again, with an interval that grows.
     """
@@ -174,14 +174,14 @@ class Calibration:
         self.waiting = 0  # tokens since the last step that sampled: it stands for all of them
         self.held, self.age = None, 0  # the last factor that was determined, as (value, spread of its logarithm); tokens since
 
-    def update(self, scale, tokens, total_pair=None, norm_pair=None):
+    def update(self, scale, tokens, body_pair=None, norm_pair=None):
         """After every step: the norm layers' NoiseScale; the step's pairs (sq_norm, tr_sigma) where it sampled."""
         self.waiting += tokens
         self.age += tokens
-        if total_pair is None or norm_pair is None or not scale.gns:
+        if body_pair is None or norm_pair is None or not scale.gns:
             return
         s, g = scale.tr_sigma, scale.sq_norm
-        self.averages.update((total_pair[1] / s, total_pair[0] / g, norm_pair[1] / s, norm_pair[0] / g), self.waiting)
+        self.averages.update((body_pair[1] / s, body_pair[0] / g, norm_pair[1] / s, norm_pair[0] / g), self.waiting)
         self.waiting = 0
         measured = self.measured()
         if measured:
