@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 import schedule
 from rightbatch.decision import OBJECTIVES
 from system.errors import ConfigError, short
+from trainer import points
 
 DEFAULT_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", "quickstart.py")
 
@@ -365,7 +366,7 @@ def from_text(name, text):
         return next((c for c in choices or () if c.lower() == word), text)
     if kind is int and word[-1:] in ("k", "m", "b"):
         try:
-            return schedule.parse_count(word[:-1] + {"k": "k", "m": "M", "b": "B"}[word[-1]])
+            return points.parse_count(word[:-1] + {"k": "k", "m": "M", "b": "B"}[word[-1]])
         except ValueError:
             return text
     try:

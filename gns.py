@@ -275,11 +275,6 @@ def product(*triples):
     return value, value * math.exp(-down), value * math.exp(up)
 
 
-def fastest_batch(noise, fixed, per_example):
-    """The B that makes (1 + N/B)(t0 + t1 B) smallest: sqrt(N t0 / t1)."""
-    return math.sqrt(noise * max(fixed, 0.0) / per_example)
-
-
 def batches_within(seconds, steps, examples, fixed, per_example):
     """(smallest, largest) batch with (S + E/B)(t0 + t1 B) <= seconds, from `fewest`; None if no batch is that fast."""
     a, b, c = steps * per_example, steps * fixed + examples * per_example - seconds, examples * fixed

@@ -21,14 +21,12 @@ arguments alone, so it comes out the same on every process and after a resume.
 
 import math
 import os
-import stat
 import time
-from decimal import Decimal, DecimalException
 
 import gns
 from rightbatch.decision import right_batch
-
-SUFFIXES = {"k": 10**3, "M": 10**6, "B": 10**9}
+from system import files
+from trainer.points import parse_file, parse_steps
 
 
 class Schedule:
@@ -197,11 +195,13 @@ class File(Schedule):
             raise ValueError("batch_file='': batch_schedule=file needs the path of one")
 
     def start(self):
-        news, until = None, time.monotonic() + 0.3
-        while not news and time.monotonic() < until:  # somebody may be writing it now
+        news = None
+        for _ in range(30):  # somebody may be writing it now
             time.sleep(0.01)
             latest = self.poll()
             news = news if latest is None else latest
+            if news:
+                break
         try:
             if news is None:
                 raise ValueError("it is written to without a pause, start when it rests")
@@ -220,7 +220,7 @@ class File(Schedule):
         if signature == self.signature or signature != before:
             return None
         try:
-            text = read_now(self.path)
+            text = files.read_text(self.path)
         except (OSError, ValueError):
             text = ""
         if signature_of(self.path) != signature:
@@ -301,48 +301,50 @@ class Controller(Between):
 
     def observe(self, tokens, noise, cost=None):
         """Words of every move, and of a refusal when its reason is another than the last time; else None."""
-        batch, reason = self.decide(tokens, noise, cost)
+        batch, reason, words = self.decide(tokens, noise, cost)
         if reason == self.reason:
             return None
         if reason != "move":
             self.reason = reason
-            return f"batch held at {batch}: {self.explain(reason, noise, cost)}"
-        words = f"batch {self.batch} -> {batch}: {self.explain(reason, noise, cost)}"
+            return f"batch held at {batch}: {words}"
+        said = f"batch {self.batch} -> {batch}: {words}"
         direction = 1 if batch > self.batch else -1
         self.turns += direction != self.direction
         self.batch, self.moved_tokens, self.direction, self.reason = batch, tokens, direction, "dwell"
-        return words
+        return said
 
     def decide(self, tokens, noise, cost):
-        """(batch, reason): the batch from here on, and why. Changes nothing."""
-        batch = self.batch
+        """(batch, reason, the reason in words): the batch from here on, and why. Changes nothing."""
+        batch, rested, may_turn = self.batch, self.moved_tokens + self.dwell(), self.turn_at()
         if batch == self.largest and not self.shrink:
-            return batch, "largest"
+            return batch, "largest", f"it has reached batch_size={self.largest}"
         if self.objective == "tokens" and batch == self.smallest:
-            return batch, "smallest"
-        if tokens < self.moved_tokens + self.dwell():
-            return batch, "dwell"
+            return batch, "smallest", "fewest tokens: the smallest batch, batch_size_start"
+        if tokens < rested:
+            return batch, "dwell", f"no move before {rested:,} tokens (batch_gns_dwell_tokens)"
         if noise is None:
-            return batch, "undetermined"
+            return batch, "undetermined", "the noise scale is undetermined"
         if self.by_time and cost is None:
-            return batch, "no cost"
-        wanted, target = self.wanted(noise, cost), self.aim(noise, cost).batch
-        if wanted == 0:
-            return batch, "margin"
-        if batch == (self.largest if wanted > 0 else self.smallest):
-            return batch, "limit"
-        if wanted < 0 and not self.shrink:
-            return batch, "no shrink"
-        if self.shrink and wanted != self.direction and tokens < self.turn_at():
-            return batch, "turn"
-        new = (min(target, 2 * batch, self.largest) if wanted > 0 else
-               max(target, to_quanta(batch / 2, self.quantum), self.smallest))
-        return (new, "move") if (new - batch) * wanted > 0 else (batch, "quantum")
-
-    def wanted(self, noise, cost):
-        """1 for a larger batch, -1 for a smaller one, 0 where the right batch's interval is not clear of the batch."""
-        _, low, high = self.aim(noise, cost).formula
-        return 1 if low > self.batch * (1 + self.margin) else -1 if high < self.batch / (1 + self.margin) else 0
+            return batch, "no cost", "what a step costs is not known yet"
+        aim = self.aim(noise, cost)
+        why = self.aim_in_words(noise, cost, aim)
+        up = aim.formula[1] > batch * (1 + self.margin)
+        if not up and not aim.formula[2] < batch / (1 + self.margin):
+            return batch, "margin", f"{why}, not clear of the batch by {self.margin:.0%}"
+        if batch == (self.largest if up else self.smallest):
+            limit = f"more than batch_size={batch}" if up else f"less than batch_size_start={batch}"
+            return batch, "limit", f"{why} asks for {limit}"
+        if not up and not self.shrink:
+            return batch, "no shrink", f"{why} asks for less, which batch_shrink=False rules out"
+        if self.shrink and up != (self.direction > 0) and tokens < may_turn:
+            return batch, "turn", f"{why} asks for the other direction, which waits until {may_turn:,} tokens"
+        new = (min(aim.batch, 2 * batch, self.largest) if up else
+               max(aim.batch, to_quanta(batch / 2, self.quantum), self.smallest))
+        if new == batch or (new > batch) != up:
+            step = f"less than {self.quantum} {'more' if up else 'fewer'}"
+            return batch, "quantum", f"{why} asks for {step}, the smallest step there is"
+        end = "lower end is above" if up else "upper end is below"
+        return new, "move", f"{why}, its {end} the batch by more than {self.margin:.0%}"
 
     def dwell(self):
         """Tokens to wait after the last move: until half of the noise scale's average is new."""
@@ -353,41 +355,19 @@ class Controller(Between):
         """The tokens from which on the batch may change its direction."""
         return self.moved_tokens + self.dwell() * 2 ** (self.turns + 1)
 
-    def explain(self, reason, noise, cost):
-        """A reason of decide(), in words."""
-        without_aim = {
-            "largest": f"it has reached batch_size={self.largest}",
-            "smallest": "fewest tokens: the smallest batch, batch_size_start",
-            "dwell": f"no move before {self.moved_tokens + self.dwell():,} tokens (batch_gns_dwell_tokens)",
-            "undetermined": "the noise scale is undetermined",
-            "no cost": "what a step costs is not known yet"}
-        if reason in without_aim:
-            return without_aim[reason]
-        up = self.wanted(noise, cost) > 0
-        limit = f"more than batch_size={self.largest}" if up else f"less than batch_size_start={self.smallest}"
-        return self.aim_in_words(noise, cost) + {
-            "margin": f", not clear of the batch by {self.margin:.0%}",
-            "turn": f" asks for the other direction, which waits until {self.turn_at():,} tokens",
-            "no shrink": " asks for less, which batch_shrink=False rules out",
-            "limit": f" asks for {limit}",
-            "quantum": f" asks for less than {self.quantum} {'more' if up else 'fewer'}, the smallest step there is",
-            "move": f", its {'lower end is above' if up else 'upper end is below'} the batch by more than {self.margin:.0%}",
-        }[reason]
-
     def aim(self, noise, cost):
         """The right batch for the objective. batch_gns_factor is for the balance: factor x N."""
         noise = noise.times(self.factor) if self.objective == "balance" else noise
         return getattr(right_batch(noise, cost, self.quantum), self.objective)
 
-    def aim_in_words(self, noise, cost):
+    def aim_in_words(self, noise, cost, aim):
         if self.objective == "tokens":
             return "fewest tokens: the smallest batch"
         scale = "noise scale {:.4g} [{:.4g}, {:.4g}]".format(*noise.triple)
         if self.objective == "balance":
             return scale + (f" x {self.factor:g}" if self.factor != 1 else "")
-        target = "fastest batch {:.4g} [{:.4g}, {:.4g}]".format(*self.aim(noise, cost).formula)
-        step_ms, sequence_ms = 1e3 * cost.fixed[0], 1e3 * cost.per_sequence[0]
-        return f"{target}, from {scale}, {step_ms:.3g} ms a step and {sequence_ms:.3g} ms a sequence"
+        target = "fastest batch {:.4g} [{:.4g}, {:.4g}]".format(*aim.formula)
+        return f"{target}, from {scale}, {1e3 * cost.fixed[0]:.3g} ms a step and {1e3 * cost.per_sequence[0]:.3g} ms a sequence"
 
     def state_dict(self):
         return {key: getattr(self, key) for key in ("batch", "moved_tokens", "reason", "direction", "turns")}
@@ -457,32 +437,6 @@ def to_quanta(batch, quantum):
     return max(1, math.floor(batch / quantum + 0.5)) * quantum
 
 
-def parse_count(text):
-    """'50M' -> 50000000; k, M and B are thousands, millions and billions."""
-    text = str(text).strip()
-    number, size = (text[:-1], SUFFIXES[text[-1]]) if text[-1:] in SUFFIXES else (text, 1)
-    try:
-        value = Decimal(number.replace("_", "")) * size
-    except DecimalException:
-        value = None
-    if value is None or not value.is_finite() or not 0 <= value < 10**18 or value != int(value):
-        raise ValueError(f"'{text[:40]}' is not a whole number such as 200, 50k, 1.5M or 2B")
-    return int(value)
-
-
-def parse_steps(text, quantum):
-    """[(tokens, batch)] of '0:32, 50M:64'; ValueError says what is wrong."""
-    pairs = []
-    for part in text.split(","):
-        start, colon, batch = part.partition(":")
-        if not colon:
-            raise ValueError(f"'{part.strip()}' is not tokens:batch; expected a list such as 0:32, 50M:64, 200M:128")
-        pairs.append((parse_count(start), parse_count(batch)))
-    if pairs[0][0] != 0:
-        raise ValueError(f"the first batch must start at 0 tokens, not at {pairs[0][0]}")
-    return checked(pairs, quantum)
-
-
 def signature_of(path):
     """What changes with a file; None where there is none."""
     try:
@@ -490,51 +444,6 @@ def signature_of(path):
         return info.st_mtime_ns, info.st_size, info.st_ino
     except OSError:
         return None
-
-
-def read_now(path, most=1_000_000):
-    """The text of a file that somebody may be changing: OSError for what would keep the run waiting, a pipe or a device."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError("no file")
-        data = os.read(descriptor, most + 1)
-    finally:
-        os.close(descriptor)
-    if len(data) > most:
-        raise OSError("too long")
-    return data.decode("utf-8")
-
-
-def parse_file(text, quantum):
-    """[(tokens, batch)] of a two-column text; ValueError names the line."""
-    pairs = []
-    for number, line in enumerate(text.splitlines(), 1):
-        columns = line.partition("#")[0].split()
-        if not columns:
-            continue
-        try:
-            if len(columns) != 2:
-                raise ValueError(f"'{line.strip()}' is not two columns, tokens and batch")
-            pairs.append((parse_count(columns[0]), parse_count(columns[1])))
-            checked(pairs[-2:], quantum)
-        except ValueError as e:
-            raise ValueError(f"line {number}: {e}") from None
-    if not pairs:
-        raise ValueError("it has no line with tokens and batch")
-    return pairs
-
-
-def checked(pairs, quantum):
-    for (before, _), (after, _) in zip(pairs, pairs[1:]):
-        if after <= before:
-            raise ValueError(f"tokens must increase, but {after} comes after {before}")
-    for _, batch in pairs:
-        if batch < quantum or batch % quantum:
-            below = batch // quantum * quantum
-            near = f"{below} or {below + quantum}" if below else f"{quantum}"
-            raise ValueError(f"a batch of {batch} is not whole micro-batches of {quantum} (over all processes): take {near}")
-    return pairs
 
 
 WSD_DECAY = 0.2  # warm-up, stable, decay: the last fifth decays (Hu et al. 2024, arXiv 2404.06395, take a tenth to a fifth)

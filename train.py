@@ -76,7 +76,7 @@ def train_locked(config, ranks, device):
     del saved  # it may be mapped into memory, and holds its file
     if run.over:
         if ranks.first:
-            log.say(terminal.wrapped(summary.finished(run), terminal.width()))
+            log.say(terminal.wrapped(summary.finished(run, run.draw()), terminal.width()))
         return int(ranks.first and log.died(log.read(config.out_dir)))
     run.open(parameters)
     if ranks.first:
@@ -142,7 +142,7 @@ def train_locked(config, ranks, device):
 
     run.close()
     if ranks.first:
-        words = summary.last_words(run, stopping)
+        words = summary.last_words(run, stopping, run.draw() if run.over else None)
         log.say(terminal.wrapped(words, terminal.width()))
         run.out.publish(words if run.over else "")
     if not run.over:

@@ -21,19 +21,23 @@ import sys
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(__file__))  # python -I leaves it out
 
-import schedule
 from configurator import ConfigError
+from rightbatch.decision import OBJECTIVES
 from system import errors, output, terminal
-from trainer import advice, exports, machines, plan, predict
+from trainer import advice, exports, machines, plan, points, predict, reader
+
+# option: another that it is nothing without, and why
+NEEDS = {"budget": ("price", "of one device for one hour"), "mfu": ("kind", "whose peak it is a share of"),
+         "objective": ("export", "which it is for"), "link": ("devices", "how many of them it joins")}
 
 
 def numbers(text, name):
     """Whole numbers of at least 1 from 8,16,1k."""
     try:
-        found = [schedule.parse_count(part) for part in text.split(",")]
-        if min(found) < 1:
+        counts = [points.parse_count(part) for part in text.split(",")]
+        if min(counts) < 1:
             raise ValueError("must be at least 1")
-        return found
+        return counts
     except ValueError as e:
         raise ConfigError(f"command line: --{name}={text}: {e}") from None
 
@@ -44,23 +48,15 @@ def check(args):
         value = getattr(args, name)
         if value is not None and not 0 < value < 10**18:
             raise ConfigError(f"command line: --{name}={errors.short(value)}: must be above 0 and below 1e18")
-    if args.budget and not args.price:
-        raise ConfigError(f"command line: --budget={args.budget:g}: needs --price, of one device for one hour")
-    kinds = {k.lower(): k for k in plan.KINDS}
-    if args.kind and args.kind.lower() not in kinds:
-        raise ConfigError(f"command line: --kind={args.kind}: expected one of {', '.join(plan.KINDS)}")
-    args.kind = args.kind and kinds[args.kind.lower()]
-    if args.mfu is not None and not args.kind:
-        raise ConfigError(f"command line: --mfu={args.mfu:g}: needs --kind, whose peak it is a share of")
-    if args.mfu is not None and args.mfu > 1:
+    for option, (other, why) in NEEDS.items():
+        value = getattr(args, option)
+        if value and not getattr(args, other):
+            shown = value if isinstance(value, str) else f"{value:g}"
+            raise ConfigError(f"command line: --{option}={shown}: needs --{other}, {why}")
+    args.kind = args.kind and plan.kind_of(args.kind)
+    if args.mfu and args.mfu > 1:
         raise ConfigError(f"command line: --mfu={args.mfu:g}: must be at most 1, the peak")
-    args.mfu = args.mfu or plan.MFU
-    if args.objective and not args.export:
-        raise ConfigError(f"command line: --objective={args.objective}: needs --export, which it is for")
-    args.objective = args.objective or "time"
-    if args.link and not args.devices:
-        raise ConfigError(f"command line: --link={args.link}: needs --devices, how many of them it joins")
-    args.link = args.link or machines.DEFAULT_LINK
+    args.mfu, args.objective, args.link = args.mfu or plan.MFU, args.objective or "time", args.link or machines.DEFAULT_LINK
     machines.parse_link(args.link)
     for path in {args.json, args.out} - {None, "", "-"}:
         output.check(path)
@@ -78,7 +74,7 @@ def machine_for(args, run, measured):
 
 def predict_all(args):
     """(result, run, phases, machine): every number that the words, the picture and --json show."""
-    run = predict.read(args.run)
+    run = reader.read(args.run)
     measured = predict.step_cost(run)
     machine = machine_for(args, run, measured)
     several = len(args.devices or []) > 1
@@ -108,7 +104,7 @@ def deadline(args, run, phases, machine, rate):
 def export(args, run, phases, machine):
     if args.objective == "time" and machine.cost is None:
         raise ConfigError(f"{run.folder}: {advice.CANNOT_TELL}; --objective=balance exports batches at the noise scale")
-    stages = predict.stages(phases, args.objective, machine.cost, machine.quantum, run.block)
+    stages = predict.stages_of(phases, args.objective, machine.cost, machine.quantum, run.block)
     return exports.text(args.export, stages, run, machine, phases, args.objective)
 
 
@@ -128,7 +124,7 @@ def main(argv=None):
     parser.add_argument("--link", help=f"between devices: {', '.join(machines.LINKS)}, or 25GB/s, 200Mbit, 200Mbit:500us; "
                                        f"default {machines.DEFAULT_LINK}")
     parser.add_argument("--micro", type=int, help="micro-batch of one of those devices; default: the run's")
-    parser.add_argument("--objective", choices=("time", "tokens", "balance"), help="what --export is best for (time)")
+    parser.add_argument("--objective", choices=OBJECTIVES, help="what --export is best for (time)")
     parser.add_argument("--export", choices=tuple(exports.FORMATS), help="print the schedule in that trainer's terms, alone")
     parser.add_argument("--json", help="a file for all numbers; - prints them, alone")
     parser.add_argument("--out", help="the PNG to write; default: whatif.png in the run's folder")

@@ -18,7 +18,8 @@ import sys
 
 from common import Experiment
 
-from plots import compare, style
+from plots import compare
+from trainer import reader
 
 PAPER = ("The paper: a linear batch schedule, guided by the noise scale, reached the fixed run's loss in 18% less training "
          "time. In its published run that is about 11% fewer tokens in 2.1 times the steps.")
@@ -72,7 +73,7 @@ def finding(result):
 def measure(runs):
     runs.config.eval_tokens = max(1, runs.config.max_tokens // 40)  # losses are interpolated between evaluations
     groups, factors = experiment(runs, list(range(1, runs.args.seeds + 1)))
-    loaded = {name: [style.load(d) for d in dirs] for name, dirs in groups.items()}
+    loaded = {name: [reader.load(d) for d in dirs] for name, dirs in groups.items()}
     result = compare.comparison(loaded, "val")
     print("\n" + compare.table(result), compare.verdict(result), sep="\n\n")
     short = {name: {k: v for k, v in group.items() if k != "levels"} for name, group in result["groups"].items()}

@@ -29,7 +29,7 @@ from common import Experiment
 import configurator
 import gns
 from plots import style
-from trainer import predict
+from trainer import predict, reader
 
 PAPER = ("The paper: predicts nothing of this kind. McCandlish et al. 2018 (arXiv 1812.06162, section 2) say that a step of "
          "batch B makes the share B / (B + N) of the progress of one without noise.")
@@ -135,11 +135,11 @@ def predictions(runs, best, seeds, ends):
     for source, length, seed, (key, mode) in itertools.product(SOURCES, LENGTHS, seeds, CANDIDATES.items()):
         if mode == "exact" and length != MIDDLE:
             continue
-        run = predict.read(runs.path(run_name(source, length, best[source], seed, mode)))
+        run = reader.read(runs.path(run_name(source, length, best[source], seed, mode)))
         loss = statistics.fmean(ends[source][LENGTHS.index(length)][1])
-        if not any(predict.triple(row, key) for row in run.steps):
+        if not any(reader.noise_of(row, key) for row in run.steps):
             continue  # never determined
-        phases = predict.at(predict.phases(run, predict.noise_values(run.steps, key)[0], run.steps[-1]["step"]))
+        phases = predict.at(predict.phases_of(run, key, run.steps[-1]["step"]))
         for batch in (b for b in BATCHES if b != source):
             tokens = taken(ends[batch], loss)
             if tokens:

@@ -18,6 +18,7 @@ from common import Experiment
 
 import gns
 from plots import style
+from trainer import reader
 
 PAPER = ("The paper: the temperature, learning rate / batch, should move the noise scale by either, but from one checkpoint "
          "only a change of the learning rate moved it.")
@@ -82,9 +83,9 @@ def draw(result, drawn, path):
     (base_rows, rows), seeds, start = drawn, result["seeds"], result["branch_tokens"]
     key, (figure, (over, end)) = f"gns/{result['group']}", style.panels(2, 12, 5)
     colors = dict(zip(KINDS, style.COLORS))
-    over.plot(*style.series([r for r in base_rows if r["tokens"] > start / 4], key), color="#888888")
+    over.plot(*reader.series([r for r in base_rows if r["tokens"] > start / 4], key), color="#888888")
     for entry in seeds[0]:
-        over.plot(*style.series(rows[entry["branch"]], key), color=colors.get(entry["kind"], "#888888"), label=entry["branch"],
+        over.plot(*reader.series(rows[entry["branch"]], key), color=colors.get(entry["kind"], "#888888"), label=entry["branch"],
                   ls="--" if entry["factor"] < 1 else "-")
     for side, kind in zip((-1, 1), KINDS):
         for seed, entries in enumerate(seeds):

@@ -33,11 +33,11 @@ def check(out_dirs):
         apart = differing(known, of)
         if apart:
             raise ConfigError(f"{apart}: not the same {name}: {why}")
-    found = [f"careful: not the same {name}: {apart}: {why}" for name, (of, why) in WARNED.items()
+    words = [f"careful: not the same {name}: {apart}: {why}" for name, (of, why) in WARNED.items()
              if (apart := differing(known, of))]
     if unknown:
-        found.append(f"careful: no config.json in {', '.join(unknown)}: whether losses can be compared is not known")
-    return found
+        words.append(f"careful: no config.json in {', '.join(unknown)}: whether losses can be compared is not known")
+    return words
 
 
 def warnings(out_dirs):

@@ -13,7 +13,7 @@ from configurator import ConfigError
 from plots import comparable, style
 from system import output
 from trainer import log, tradeoff
-from trainer.curves import MEASURES, curve, reach
+from trainer.reader import MEASURES, curve, load, reach
 
 
 def spread(values):
@@ -124,18 +124,17 @@ def against(name, group, first):
 
 def draw(result, loaded, path):
     """loaded {name: [rows of a run, ...]}, as comparison() had them."""
-    figure, (loss_ax, less_ax, pareto_ax) = style.pyplot().subplots(1, 3, figsize=(15, 5), layout="constrained")
+    figure, (loss_ax, less_ax, pareto_ax) = style.panels(3, 15, 5)
     curves = {name: [curve(rows, result["loss"]) for rows in runs] for name, runs in loaded.items()}
     what = "Validation" if result["loss"] == "val" else "Smoothed training"
     draw_losses(loss_ax, curves)
     loss_ax.set_title(f"{what} loss over tokens")
     loss_ax.axhline(result["target"], color="#888888", lw=1, ls=":")
     draw_less(less_ax, result)
-    less_ax.set_title(f"Fewer tokens to a loss than {result['first']} (%)")
-    less_ax.set_xlabel(f"{what.lower()} loss reached")
+    less_ax.set(title=f"Fewer tokens to a loss than {result['first']} (%)", xlabel=f"{what.lower()} loss reached")
     draw_pareto(pareto_ax, result)
     pareto_ax.set_title(f"What a loss of {result['target']:.3f} takes")
-    for ax in (loss_ax, less_ax):
+    for ax in (loss_ax, less_ax, pareto_ax):
         if ax.get_legend_handles_labels()[0]:
             ax.legend()
     style.save(figure, path)
@@ -151,8 +150,7 @@ def draw_losses(ax, curves):
         ax.fill_between(tokens, losses.min(0), losses.max(0), color=color, alpha=0.2, lw=0)
     top = np.median(next(iter(curves.values()))[0]["loss"])
     bottom = min(r["loss"].min() for runs in curves.values() for r in runs)
-    ax.set_ylim(bottom - 0.1 * (top - bottom), top + 1.5 * (top - bottom) + 1e-9)
-    ax.set_xlabel("tokens")
+    ax.set(ylim=(bottom - 0.1 * (top - bottom), top + 1.5 * (top - bottom) + 1e-9), xlabel="tokens")
     style.counts(ax.xaxis)
 
 
@@ -177,31 +175,28 @@ def draw_pareto(ax, result):
         if tokens:
             xerr, yerr = ([[v["mean"] - v["low"]], [v["high"] - v["mean"]]] for v in (steps, tokens))
             ax.errorbar(steps["mean"], tokens["mean"], xerr=xerr, yerr=yerr, fmt="o", ms=8, color=color, capsize=3, label=name)
-    ax.set_xlabel("optimizer steps")
-    ax.set_ylabel("tokens")
+    ax.set(xlabel="optimizer steps", ylabel="tokens")
     ax.margins(0.25)
     style.counts(ax.xaxis)
     style.counts(ax.yaxis)
     draw_tradeoff(ax, result.get("tradeoff") or {})
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend()
 
 
-def draw_tradeoff(ax, found):
+def draw_tradeoff(ax, fitted):
     """The fitted curve of tokens against steps, and that of one run's prediction, the middle one."""
-    sizes = found.get("batches") or [p["batch"] for p in found.get("predictions", [])]
+    sizes = fitted.get("batches") or [p["batch"] for p in fitted.get("predictions", [])]
     if not sizes:
         return
     batch = np.geomspace(sizes[0] / 2, sizes[-1] * 2, 100)
-    if "critical" in found:
-        steps = tradeoff.steps_at(found, batch)
-        ax.plot(steps, steps * batch * found["block"], color="#444444", lw=1.4, label="fitted curve")
-    if found["predictions"]:
-        own = found["predictions"][len(found["predictions"]) // 2]
-        start = own["steps"][own["batch"]] / (1 + own["critical"] / own["batch"])
-        steps = start * (1 + own["critical"] / batch)
-        ax.plot(steps, steps * batch * found["block"], color="#888888", lw=1.4, ls="--",
-                label=f"predicted from the run at batch {own['batch']:.3g}")
+    if "critical" in fitted:
+        steps = tradeoff.steps_at(fitted, batch)
+        ax.plot(steps, steps * batch * fitted["block"], color="#444444", lw=1.4, label="fitted curve")
+    if fitted["predictions"]:
+        one = fitted["predictions"][len(fitted["predictions"]) // 2]
+        start = one["steps"][one["batch"]] / (1 + one["critical"] / one["batch"])
+        steps = start * (1 + one["critical"] / batch)
+        ax.plot(steps, steps * batch * fitted["block"], color="#888888", lw=1.4, ls="--",
+                label=f"predicted from the run at batch {one['batch']:.3g}")
     for axis, scale in ((ax.xaxis, ax.set_xscale), (ax.yaxis, ax.set_yscale)):
         scale("log")
         style.decades(axis, log.count)
@@ -229,11 +224,12 @@ def parse_groups(words):
 
 def compare(groups, path=None, source="auto"):
     """Writes JSON and picture of {name: [out_dir, ...]}; returns table and verdict."""
-    base = default_path(groups) if path is None else path.removesuffix(".png")
+    beside_the_first = os.path.join(next(iter(groups.values()))[0], "compare")
+    base = beside_the_first if path is None else path.removesuffix(".png")
     for name in (base + ".json", base + ".png"):
         output.check(name)
     careful = comparable.check([d for dirs in groups.values() for d in dirs])
-    loaded = {name: [style.load(d) for d in dirs] for name, dirs in groups.items()}
+    loaded = {name: [load(d) for d in dirs] for name, dirs in groups.items()}
     result = comparison(loaded, source)
     result["tradeoff"] = tradeoff_of(result, groups, loaded)
     output.write_json(base + ".json", {**result, "runs": groups, "careful": careful})
@@ -243,24 +239,14 @@ def compare(groups, path=None, source="auto"):
                       f"Picture: {base}.png    Numbers: {base}.json"])
 
 
-def default_path(groups):
-    """Beside the first run."""
-    return os.path.join(next(iter(groups.values()))[0], "compare")
-
-
 def tradeoff_of(result, groups, loaded):
     """The curve through all runs that kept one batch until they reached the headline loss."""
     runs, blocks = [], set()
     for name, dirs in groups.items():
         for folder, rows in zip(dirs, loaded[name]):
-            got = reach(curve(rows, result["loss"]), result["target"])
-            sizes = {r["batch_size"] for r in rows if "batch_size" in r and got and r["step"] <= got["steps"]}
-            if got and len(sizes) == 1:
-                blocks.add(tokens_of_a_sequence(rows))
-                runs.append((folder, got["steps"], got["tokens"]))
+            there = reach(curve(rows, result["loss"]), result["target"])
+            sizes = {r["batch_size"] for r in rows if "batch_size" in r and there and r["step"] <= there["steps"]}
+            if there and len(sizes) == 1:
+                blocks.add(next((r["tokens"] // r["examples"] for r in reversed(rows) if r.get("examples")), None))
+                runs.append((folder, there["steps"], there["tokens"]))
     return tradeoff.of_runs(runs, blocks.pop() if len(blocks) == 1 else None)
-
-
-def tokens_of_a_sequence(rows):
-    """From the newest row that tells."""
-    return next((r["tokens"] // r["examples"] for r in reversed(rows) if r.get("examples")), None)

@@ -13,8 +13,9 @@ import numpy as np
 import gns
 from configurator import ConfigError
 from plots import style
-from plots.style import COLORS, series
+from plots.style import COLORS
 from trainer import log
+from trainer.reader import load, series
 
 
 def groups_of(rows):
@@ -26,12 +27,12 @@ def groups_of(rows):
 
 def smoothed(rows, group, half_life_tokens, early=0.2):
     """The noise scale of a group after each row, from the rows' own pairs, smoothed anew. NaN where undetermined."""
-    scale, found, tokens = gns.NoiseScale(half_life_tokens, early), [], 0
+    scale, values, tokens = gns.NoiseScale(half_life_tokens, early), [], 0
     for row in rows:
         scale.update(row[f"gns/{group}_step_sq_norm"], row[f"gns/{group}_step_tr_sigma"], row["tokens"] - tokens)
         tokens = row["tokens"]
-        found.append(scale.tr_sigma / scale.sq_norm if scale.sq_norm > 0 else float("nan"))
-    return np.array(found)
+        values.append(scale.tr_sigma / scale.sq_norm if scale.sq_norm > 0 else float("nan"))
+    return np.array(values)
 
 
 def regression(total, part, blocks=10):
@@ -64,7 +65,7 @@ def regressions(rows, burn_in=0.1, metric=""):
 
 def exact_rows(out_dir):
     """The logged steps of a run with gns=exact, enough of them to say something."""
-    rows = [r for r in style.load(out_dir) if r.get("gns/total_step_tr_sigma") is not None]
+    rows = [r for r in load(out_dir) if r.get("gns/total_step_tr_sigma") is not None]
     if len(rows) < 20:
         raise ConfigError(f"{out_dir}: {len(rows)} logged steps with gns=exact, at least 20 are needed "
                           "(log_interval=1 logs all)")
@@ -77,20 +78,14 @@ def draw_phase(ax, rows):
         signal, noise = (style.positive(series(rows, f"gns/{group}_{part}")[1]) for part in ("sq_norm", "tr_sigma"))
         ax.plot(signal, noise, color=color, lw=1.2)
         ax.plot(signal[-1:], noise[-1:], "o", color=color, label=group)
-    ax.set_title("Phase plot (dot: end of the run)")
-    ax.set_xlabel("signal, |G|²")
-    ax.set_ylabel("noise, tr Σ")
-    ax.set_xscale("log")
-    ax.set_yscale("log")
+    ax.set(title="Phase plot (dot: end of the run)", xlabel="signal, |G|²", ylabel="noise, tr Σ", xscale="log", yscale="log")
     ax.legend()
 
 
 def draw_noise_scales(ax, rows, names, colors, title):
     for color, name in zip(colors, names):
         ax.plot(*series(rows, f"gns/{name}"), color=color, label=name.replace("_", " "), lw=2.4 if name == "total" else 1.5)
-    ax.set_title(title)
-    ax.set_xlabel("tokens")
-    ax.set_yscale("log")
+    ax.set(title=title, xlabel="tokens", yscale="log")
     style.plain(ax.yaxis)
     style.counts(ax.xaxis)
     ax.legend()
@@ -103,9 +98,7 @@ def draw_fit(ax, numbers, what, title):
         values = [numbers[h][group] for h in half_lives]
         ax.plot(half_lives, [v[what] for v in values], color=color, marker="o", ms=4,
                 label=group if what == "slope" else f"{group}: slope {values[-1]['slope']:.2f}")
-    ax.set_title(title)
-    ax.set_xlabel("smoothing half-life (tokens)")
-    ax.set_xscale("log")
+    ax.set(title=title, xlabel="smoothing half-life (tokens)", xscale="log")
     ax.set_xticks(half_lives, minor=False)
     ax.xaxis.set_minor_formatter(lambda *_: "")
     style.counts(ax.xaxis)

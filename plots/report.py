@@ -8,13 +8,14 @@ import os
 
 from configurator import ConfigError
 from plots import style, whatif
-from plots.style import COLORS, series
-from trainer import noise_scale, predict
+from plots.style import COLORS
+from trainer import predict
+from trainer.reader import load, newest_noise, noise_of, series, source
 
 
 def draw(*out_dirs, path=None):
     """report.png of one run, compare.png of several, in the folder of the first; returns its path."""
-    runs = [(os.path.basename(os.path.normpath(d)), style.load(d)) for d in out_dirs]
+    runs = [(os.path.basename(os.path.normpath(d)), load(d)) for d in out_dirs]
     path = path or os.path.join(out_dirs[0], "report.png" if len(runs) == 1 else "compare.png")
     figure = style.pyplot().figure(figsize=(11, 8.2), layout="constrained")
     grid = figure.add_gridspec(4, 6)
@@ -71,13 +72,13 @@ def draw_noise(ax, rows, name, color, alone):
     measured = [row for row in rows if "gns/norm" in row]
     if not measured:
         return
-    nan = float("nan")
-    tokens, found = [row["tokens"] for row in measured], [noise_scale.of(row) or (nan, nan, nan) for row in measured]
-    value, low, high = zip(*found)
+    tokens, gap = [row["tokens"] for row in measured], (float("nan"),) * 3
+    value, low, high = zip(*(noise.triple if (noise := noise_of(row)) else gap for row in measured))
+    newest, _ = newest_noise(measured)
     ax.fill_between(tokens, [max(v, 1e-2) for v in low], high, color=color, alpha=0.2, lw=0,
                     label="95% interval" if alone else None)
     style.line(ax, tokens, value, color=color,
-               label=f"noise scale, {noise_scale.words(measured[-1])}" if alone else f"{name}, noise scale")
+               label=f"noise scale{f', {newest.of}' if newest else ''}" if alone else f"{name}, noise scale")
     if alone:
         key = norm_key(rows)
         style.line(ax, *series(rows, key), color=color, lw=1, ls=":",
@@ -88,7 +89,7 @@ def draw_noise(ax, rows, name, color, alone):
 
 def norm_key(rows):
     """The norm layers' noise scale in the metric that the run goes by."""
-    return "gns/norm_adam" if any((noise_scale.source(row) or "").endswith("_adam") for row in rows) else "gns/norm"
+    return "gns/norm_adam" if any((source(row) or "").endswith("_adam") for row in rows) else "gns/norm"
 
 
 def draw_parts(ax, rows, name, color, alone):

@@ -15,23 +15,6 @@ STYLE = {"font.size": 12, "axes.titlesize": 13, "axes.titleweight": "bold", "axe
          "legend.frameon": False, "legend.fontsize": 10.5, "lines.linewidth": 1.8}
 
 
-def load(out_dir):
-    """The rows of a run's log, with at least one step among them."""
-    try:
-        rows = log.read(out_dir)
-    except OSError as e:
-        raise ConfigError(f"{out_dir}: no readable {log.NAME} ({e.strerror})") from None
-    if not any("train/loss" in r for r in rows):
-        raise ConfigError(f"{out_dir}: its {log.NAME} has no logged step yet")
-    return rows
-
-
-def series(rows, key):
-    """(tokens, values) of the rows that have the key; an undetermined value is a gap."""
-    have = [r for r in rows if key in r]
-    return [r["tokens"] for r in have], [float("nan") if r[key] is None else r[key] for r in have]
-
-
 def positive(values):
     """For a logarithmic axis: what is not above zero is a gap."""
     return [v if v and v > 0 else float("nan") for v in values]

@@ -4,12 +4,13 @@ import numpy as np
 
 from plots import style
 from plots.style import COLORS
+from rightbatch.decision import MEASURED, TUNED
 from trainer import log, predict
 
 
 def draw(result, phases, block, cost, path):
     panels = ["seconds" if cost else "steps", "tokens", *(["devices"] if result.get("devices") else [])]
-    figure, axes = style.pyplot().subplots(1, len(panels), figsize=(5.5 * len(panels), 4.8), layout="constrained")
+    figure, axes = style.panels(len(panels), 5.5 * len(panels), 4.8)
     for ax, what in zip(axes, panels):
         if what == "devices":
             draw_devices(ax, result["devices"])
@@ -17,7 +18,7 @@ def draw(result, phases, block, cost, path):
             draw_against_batch(ax, what, result, phases, block, cost)
     figure.suptitle(f"{result['run']}: what other batches would take to a {result['loss_kind']} loss of {result['loss']:.4g}",
                     x=0.01, ha="left", fontsize=14, fontweight="bold")
-    figure.supxlabel(f"{predict.TUNED} Bands: 95% intervals of what was measured. Errors of the theory are not in them.",
+    figure.supxlabel(f"{TUNED} Bands: 95% intervals of what was measured. Errors of the theory are not in them.",
                      fontsize=9.5)
     style.save(figure, path)
     return path
@@ -43,16 +44,12 @@ def draw_against_batch(ax, what, result, phases, block, cost):
         ax.axvline(right[aim], color=COLORS[2], ls="--", label=f"{words}: {right[aim]:.3g}")
     if what == "seconds" and "deadline" in result:
         ax.axhline(result["deadline"]["within"], color=COLORS[3], ls=":", label="the deadline")
-    ax.set_title(f"Predicted {'time' if what == 'seconds' else what} against batch")
-    ax.set_xlabel("batch (sequences)")
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+    ax.set(title=f"Predicted {'time' if what == 'seconds' else what} against batch", xlabel="batch (sequences)", yscale="log")
+    style.doublings(ax)
     lowest, highest = min(r[f"{what}_low"] for r in rows), max(r[f"{what}_high"] for r in rows)
     ticks = [float(f"{lowest * (highest / lowest) ** (i / 5):.2g}") for i in range(6)] if highest > lowest else [lowest]
     size, unit = unit_of(highest) if what == "seconds" else (1, "")
     ax.set_yticks(ticks, labels=[log.count(t / size) for t in ticks])
-    ax.yaxis.set_minor_formatter(lambda *_: "")
     ax.minorticks_off()
     ax.set_ylabel(unit)
     ax.legend(loc="upper left", bbox_to_anchor=(0, -0.16), borderaxespad=0, fontsize=9)  # below: curves and bands are all over
@@ -62,7 +59,7 @@ def speed_words(what, cost):
     """At which speed the run's own batches are drawn."""
     if what != "seconds":
         return ""
-    return {predict.MEASURED: ", at its last speed", "by formula": ", by formula"}.get(cost.source, ", at the fitted speed")
+    return {MEASURED: ", at its last speed", "by formula": ", by formula"}.get(cost.source, ", at the fitted speed")
 
 
 def unit_of(seconds):
@@ -76,15 +73,11 @@ def draw_devices(ax, rows):
     ax.plot(counts, [r["seconds"] / rows[0]["seconds"] for r in rows], color=COLORS[0], marker="o", label="time")
     hours = [r["device_hours"] / rows[0]["device_hours"] for r in rows]
     ax.plot(counts, hours, color=COLORS[1], marker="o", label="device-hours")
-    ax.set_title(f"Devices, against {counts[0]}")
-    ax.set_xlabel("devices, each number at its right batch")
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_xticks(counts, labels=[f"{n}" for n in counts])
+    ax.set(title=f"Devices, against {counts[0]}", xlabel="devices, each number at its right batch", yscale="log")
+    style.doublings(ax, counts)
     for row in rows:
         ax.annotate(f"batch {row['batch']:g}", (row["devices"], row["seconds"] / rows[0]["seconds"]), xytext=(3, -13),
                     textcoords="offset points", fontsize=9, color="#444444")
-    ax.yaxis.set_major_formatter(lambda v, _: f"{v:g}x")
-    ax.yaxis.set_minor_formatter(lambda v, _: f"{v:g}x" if f"{v:e}"[0] in "25" else "")
+    style.decades(ax.yaxis, "{:g}x".format)
     ax.margins(0.14)
     ax.legend()

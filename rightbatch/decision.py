@@ -3,12 +3,12 @@ From the noise scale and the cost of a step to the right batch: pure arithmetic,
 
     noise = Noise(31.0, 25.0, 40.0)                                        # sequences: value, and its 95% interval
     cost = Cost((0.050, 0.045, 0.055), (0.002, 0.0019, 0.0021))            # seconds of a step, and of each sequence in it
-    right_batch(noise, cost, quantum=8).time                               # Aim(batch=32, low=24, high=40, ...)
+    right_batch(noise, cost, quantum=8).time                               # Aim(batch=32, low=24, high=32, formula=(27.8, ...))
 
 A step of batch B makes the share B / (B + N) of the progress of one without noise, and takes t0 + t1 B seconds. So the time to
-a loss is (1 + N/B)(t0 + t1 B) up to a constant, smallest at sqrt(N t0 / t1) (gns.fastest_batch). Assumes a learning rate tuned
-for each batch. Every quantity with an error is a triple (value, low, high) at 95%; intervals cover errors of the measurement,
-not of the theory.
+a loss is (1 + N/B)(t0 + t1 B) up to a constant, smallest at sqrt(N t0 / t1). Assumes a learning rate tuned for each batch.
+Every quantity with an error is a triple (value, low, high) at 95%; intervals cover errors of the measurement, not of the
+theory.
 
 The controller, the terminal, the closing words, whatif.py, wandb and watch all ask right_batch. A run whose noise scale moves
 asks with the mean that stands for all its phases (mean_noise): its time to the loss is (S + E/B)(t0 + t1 B), so with N = E/S

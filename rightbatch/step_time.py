@@ -5,7 +5,7 @@ anyway.
     t1   seconds per sequence, over all devices: the micro-steps
     t0   what does not depend on the batch: clipping and update, and communication that is not hidden behind the backward pass
 
-The right batch for time is sqrt(N t0 / t1), N the noise scale (gns.fastest_batch). Moments are taken inside the step: on a CPU
+The right batch for time is sqrt(N t0 / t1), N the noise scale (decision.py). Moments are taken inside the step: on a CPU
 by the clock, on CUDA by events, which the stream passes without the host waiting. They are read when the step's numbers are
 fetched. Nothing that training reads is touched.
 
@@ -72,8 +72,8 @@ class StepTime:
         step that was rehearsed: those of the rehearsal alone."""
         if self.device == "mps":
             return None
-        found, self.rehearsal = self.rehearsal, None
-        return found or ([*self.marks, self.now()], self.ready)
+        rehearsal, self.rehearsal = self.rehearsal, None
+        return rehearsal or ([*self.marks, self.now()], self.ready)
 
     def wants_rehearsal(self):
         """Whether to rehearse the only micro-step of this step. All processes come to the same answer."""
@@ -119,11 +119,11 @@ class StepTime:
     def absorb_hooks(self, events, passes, examples, tokens, kind=None):
         """The same from what hooks saw. examples: of the step, over all processes. self.sequences is 1 then: micro-batches may
         differ."""
-        found = from_hooks(events, passes)
-        self.seen[kind] = self.seen.get(kind, 0) + bool(found)
-        if not found or self.seen[kind] <= WARM_UP:
+        stretches = from_hooks(events, passes)
+        self.seen[kind] = self.seen.get(kind, 0) + bool(stretches)
+        if not stretches or self.seen[kind] <= WARM_UP:
             return
-        *micro_steps, update = (self.between(a, b) for a, b in found)
+        *micro_steps, update = (self.between(a, b) for a, b in stretches)
         micro, fixed = split(micro_steps, update, self.world > 1, None)
         self.averages.update((micro * len(micro_steps) / examples, fixed), tokens)
 
@@ -171,19 +171,19 @@ def from_hooks(events, passes):
     compiled = "forward" not in names
     if "backward" not in names or names[-1] != "update" or names.count("backward" if compiled else "forward") != passes:
         return None
-    begun, over, found = None, None, []
+    begun, over, stretches = None, None, []
     for what, moment in events[:-1]:
         if what != "backward":
             begun = moment if begun is None else begun
             continue
         if begun is None and not compiled:  # a second backward pass of the same forward pass
-            found[-1:] = [(found[-1][0], moment)] if found else []
+            stretches[-1:] = [(stretches[-1][0], moment)] if stretches else []
         elif begun is None and over is None:
             return None
         else:
-            found.append((over if begun is None else begun, moment))
+            stretches.append((over if begun is None else begun, moment))
         begun, over = None, moment
-    return [*found, (over, events[-1][1])]
+    return [*stretches, (over, events[-1][1])]
 
 
 def slowest(costs: list[Cost | None]) -> Cost | None:

@@ -22,7 +22,7 @@ from plots import style
 from sweeps import jobs
 from sweeps.common import number, short
 from system import files
-from trainer import checkpoint, curves, log, noise_scale
+from trainer import checkpoint, log, points, reader
 
 
 def arguments(parser):
@@ -113,7 +113,7 @@ def window_of(args, config, factors, start, batch):
 
 def tokens_of(option, text):
     try:
-        return schedule.parse_count(text)
+        return points.parse_count(text)
     except ValueError as e:
         raise ConfigError(f"{option}: {e}") from None
 
@@ -180,9 +180,8 @@ def result_of(rows, base_steps, start, window, batch, tolerance):
             if not entry["within"]:
                 break
             largest = entry
-    known = next((r for r in reversed(base_steps) if noise_scale.of(r)), None)
-    found = known and dict(zip(("value", "low", "high"), noise_scale.of(known)), of=noise_scale.words(known),
-                           tokens=known["tokens"])
+    noise, row = reader.newest_noise(base_steps)
+    found = noise and {**dataclasses.asdict(noise), "tokens": row["tokens"]}
     return {"at": start, "window": window, "tolerance": tolerance, "batch_size": batch, "branches": branches,
             "largest_within": largest["batch_size"], "first_beyond": next(
                 (e["batch_size"] for e in branches if e["factor"] > largest["factor"]), None), "noise_scale": found}
@@ -213,8 +212,8 @@ def verdict(result):
 def draw(result, rows, path):
     figure, (loss_ax, batch_ax) = style.panels(2, 11, 4.6)
     for color, (k, branch_rows) in zip(style.COLORS * 9, rows.items()):
-        tokens, loss = (np.array(v, dtype=float) for v in style.series(branch_rows, "train/loss"))
-        smooth = curves.smoothed_loss(tokens - result["at"], loss, result["window"] / 10)
+        tokens, loss = (np.array(v, dtype=float) for v in reader.series(branch_rows, "train/loss"))
+        smooth = reader.smoothed_loss(tokens - result["at"], loss, result["window"] / 10)
         style.line(loss_ax, tokens, smooth, color=color, label=f"k = {k:g}")
     style.dress(loss_ax, "Training loss of the branches, smoothed", "tokens", "counts")
     sizes, above, errors = ([e[key] for e in result["branches"]] for key in ("batch_size", "above", "above_se"))

@@ -6,11 +6,10 @@ import json
 import os
 import shlex
 
-import schedule
 from configurator import ConfigError
 from model import GPTConfig
-from system import cores
-from trainer import hardware, plan, predict, start
+from system import cores, files
+from trainer import hardware, plan, reader, start
 
 NAME = "sweep.json"
 GUESS = 0.4  # share of the matrix-product ceiling that an estimate presumes
@@ -84,7 +83,7 @@ def speed(config, vocab_size):
 def read_json(path):
     """What a sweep of trials has written there, or None."""
     try:
-        found = json.loads(schedule.read_now(path, most=10**7))
+        found = json.loads(files.read_text(path, most=10**7))
         if not (isinstance(found["settings"], dict) and all("status" in row.keys() for row in found["rows"])
                 and isinstance(found.get("result"), dict | None)):
             raise ValueError("other contents than a sweep's")
@@ -126,7 +125,7 @@ def noise_columns(keys):
     key, since two kinds are not to be held against each other."""
     kinds = list(dict.fromkeys(key for key in keys if key))
     heads = {key: f"noise scale: {key}" for key in kinds} or {None: "noise scale"}
-    return heads, [f"{key} is {predict.NOISE[key]}, in sequences." for key in kinds]
+    return heads, [f"{key} is the noise scale of {reader.named_noise(key)}, in sequences." for key in kinds]
 
 
 def size(number):

@@ -23,7 +23,7 @@ from plots import compare, style
 from plots.compare import cell
 from sweeps import common, jobs
 from system import files
-from trainer import batches, curves, hardware, log, noise_scale, start, tradeoff
+from trainer import batches, hardware, log, reader, start, tradeoff
 
 UNSPLIT = ("cos_attn", "spectral_qkv", "batch_steps", "wandb_tags", "wandb_notes")  # a comma belongs to the value
 NO_LIST = ("out_dir", "resume", "branch_from", "device", "wandb_project", "wandb_run_name", "wandb_entity", "wandb_group",
@@ -154,9 +154,9 @@ def tradeoff_of(rows, finished, swept, base):
     names = [name for row in best.values() for name in row["runs"]]
     logs = {name: log.read(finished[name].out_dir) for name in names}
     source = loss_source(logs.values())
-    ways = {name: curves.curve(own, source) for name, own in logs.items()}
+    ways = {name: reader.curve(own, source) for name, own in logs.items()}
     loss = float(max(way["loss"].min() for way in ways.values()))
-    reached = [(finished[name].out_dir, curves.reach(way, loss)) for name, way in ways.items()]
+    reached = [(finished[name].out_dir, reader.reach(way, loss)) for name, way in ways.items()]
     found = tradeoff.of_runs([(folder, at["steps"], at["tokens"]) for folder, at in reached if at], base.block_size)
     return {**found, "loss": loss, "source": source}
 
@@ -201,11 +201,10 @@ def final_values(rows):
     steps = [r for r in rows if "train/loss" in r]
     val = [] if log.died(rows) else [r["val/loss"] for r in rows if r.get("val/loss") is not None]
     late = [r["train/loss"] for r in steps[-max(1, len(steps) // 10):] if r["train/loss"] is not None]
-    found = noise_scale.of(steps[-1])
-    key = noise_scale.source(steps[-1]) if found else None
+    noise = reader.noise_of(steps[-1])
     return {"val_loss": val[-1] if val else None, "train_loss": float(np.mean(late)) if late and val else None,
             "tokens": steps[-1]["tokens"], "steps": steps[-1]["step"], "seconds": steps[-1]["seconds"],
-            "noise_scale": found and found[0], "noise_scale_key": key}
+            "noise_scale": noise and noise.value, "noise_scale_key": noise and reader.source(steps[-1])}
 
 
 def label(row, swept):

@@ -21,12 +21,11 @@ import dataclasses
 import os
 import time
 
-import schedule
 from configurator import ConfigError
 from plots import style
 from sweeps import common, trial
 from system import files, memory
-from trainer import batches, hardware, log
+from trainer import batches, hardware, log, points
 
 OPTIONS = {"none": "", "block": ", checkpointed"}
 GROWTH = 0.02  # share of the peak that memory may differ by between accumulations: the allocator is not exact
@@ -60,7 +59,7 @@ def memory_arguments(parser):
 def parse_bytes(text):
     """4G, 500M, 2.5GB, 1000000 -> bytes."""
     try:
-        found = schedule.parse_count(text.strip().upper().removesuffix("B").replace("K", "k").replace("G", "B"))
+        found = points.parse_count(text.strip().upper().removesuffix("B").replace("K", "k").replace("G", "B"))
     except ValueError:
         found = 0
     if not found:

@@ -29,7 +29,7 @@ from configurator import ConfigError
 from plots import style
 from sweeps import common, jobs
 from system import files
-from trainer import batches, hardware, log, noise_scale
+from trainer import batches, hardware, log, reader
 
 KEYS = ("grad/coherence", "grad/coherence_total", "grad/norm", "grad/mean", "grad/variance", "adam/snr", "update/norm",
         "update/ratio", "train/loss")
@@ -104,8 +104,8 @@ def average(rows, micro, beta1=0.9):
         row[key + "_se"] = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
     row["gains"] = gains([growth(late)], micro)
     for name, key in NOISE.items():
-        found = noise_scale.read(steps[-1], key)
-        row[name] = found and dict(zip(("value", "low", "high"), found))
+        noise = reader.noise_of(steps[-1], key)
+        row[name] = noise and dict(zip(("value", "low", "high"), noise.triple))
     return row
 
 

@@ -121,6 +121,17 @@ def sync_folder(path):
         os.close(folder)
 
 
+def read_text(path, most=1_000_000):
+    """The text of a small file that somebody else may have put there: OSError for what would keep us waiting, as a pipe."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError("no file")
+    with open(path, encoding="utf-8") as f:
+        text = f.read(most + 1)
+    if len(text) > most:
+        raise OSError("too long")
+    return text
+
+
 def write_json(path, value, ready=lambda: None):
     write_atomically(path, lambda f: f.write((json.dumps(value, indent=2) + "\n").encode()), ready)
 

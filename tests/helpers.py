@@ -102,6 +102,7 @@ def write_run(folder, batches, noise=20.0, t0=0.05, t1=0.002, per_row=10, key=KE
               slow=None, drop=(), **config):
     """A log with one row for each of `batches`: noise(i) or a number gives the noise scale, t0 + t1 B the seconds of a step."""
     os.makedirs(folder, exist_ok=True)
+    drop = {*drop, *(("gns", "gns_low", "gns_high") if key in drop else ())}
     rows, step, examples, seconds = [{"step": 0, "tokens": 0, "val/loss": 5.0}], 0, 0, 0.0
     for i, batch in enumerate(batches):
         dt = (t0 + t1 * batch) * (slow[i] if slow is not None else 1.0)
@@ -111,7 +112,8 @@ def write_run(folder, batches, noise=20.0, t0=0.05, t1=0.002, per_row=10, key=KE
         loss = 5 - 3 * (i + 1) / len(batches)
         row = {"step": step, "tokens": examples * BLOCK, "examples": examples, "train/loss": loss, "batch_size": batch,
                "accum": max(1, batch // (MICRO * processes)), "dt_ms": 1e3 * dt, "seconds": seconds,
-               "gns/norm": 3.0, "gns/norm_low": 2.0, "gns/norm_high": 4.0, key: value, f"{key}_low": low, f"{key}_high": high}
+               "gns/norm": 3.0, "gns/norm_low": 2.0, "gns/norm_high": 4.0,
+               **{name + end: v for name in (key, "gns") for end, v in (("", value), ("_low", low), ("_high", high))}}
         if cost:
             row |= {f"step_time/{name}_ms{end}": 1e3 * v * f for name, v in (("fixed", t0), ("per_sequence", t1))
                     for end, f in (("", 1.0), ("_low", 0.9), ("_high", 1.1))}

@@ -311,7 +311,7 @@ def test_tracking_times_whole_runs_in_turn(tmp_path, monkeypatch, capsys, tiny_a
     def here(command, name):
         assert train.main(command[2:]) == 0
     monkeypatch.setattr(tracking, "process", here)
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
     report = benchmark(tmp_path, monkeypatch, "tracking", "--rounds=2", "--", *(
         a for a in tiny_args() if not a.startswith("--out_dir")))
     assert list(report["runs"]) == list(tracking.VARIANTS)

@@ -22,7 +22,7 @@ def compiler(monkeypatch, request):
     """Graphs as on a GPU, without the minutes that Inductor's C++ takes."""
     backend = getattr(request, "param", "eager")
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(recompile_limit=8):

@@ -41,7 +41,7 @@ import train
 from rightbatch.step_time import StepTime
 from trainer import checkpoint
 wants = StepTime.wants_rehearsal
-train.summary.closing = lambda config: ""  # no pictures here
+train.Run.draw = lambda run: ""  # no pictures here
 real_save = checkpoint.save
 def save(out_dir, state, *how):  # keep every checkpoint
     real_save(out_dir, state, *how)
@@ -111,7 +111,7 @@ def runs(tmp_path_factory, tiny_data):
 
     def settings(name, **more):
         return dict(common, out_dir=folder / name, **more)
-    real, train.summary.closing = train.summary.closing, lambda config: ""
+    real, train.Run.draw = train.Run.draw, lambda run: ""
     try:
         for gns in ("norm", "exact"):
             assert train.main(as_args(settings(f"1-{gns}", gns=gns))) == 0
@@ -119,7 +119,7 @@ def runs(tmp_path_factory, tiny_data):
         assert train.main(as_args({**settings("1-cross", gns_crosscheck=True), **SHORT})) == 0
         assert train.main(as_args({**settings("1-muon", optimizer="muon"), **SHORT})) == 0
     finally:
-        train.summary.closing = real
+        train.Run.draw = real
     (folder / "batches.txt").write_text("0 4\n300 12\n")
     two = [(settings(f"2-{p}-{g}", gns=g, parallel=p, micro_batch_size=2), None) for p, g in VARIANTS]
     two += [(dict(settings(f"2-{name}"), **{**SHORT, "micro_batch_size": 2, **more}), None) for name, more in {
@@ -148,7 +148,7 @@ def runs(tmp_path_factory, tiny_data):
 
 
 def test_grad_stats_are_those_of_one_process_with_the_same_micro_batches(runs, tmp_path, tiny_data, monkeypatch):
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
     assert train.main(as_args(dict(SHORT, dataset=tiny_data, out_dir=tmp_path, micro_batch_size=2, **STATS))) == 0
     for a, ddp, fsdp in zip(steps(tmp_path), steps(runs / "2-stats-ddp"), steps(runs / "2-stats-fsdp")):
         for key in ("grad/coherence_total", "grad/mean", "grad/variance", "adam/snr", "update/norm", "update/ratio"):
@@ -252,7 +252,7 @@ def test_a_checkpoint_of_fsdp_ranks_has_the_layout_of_one_process(runs):
 
 
 def test_a_checkpoint_of_two_fsdp_ranks_goes_on_in_one_process_and_on_four_ddp_ranks(runs, tiny_data, monkeypatch):
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
     step = rewind(runs, "1-resumed", "2-fsdp-norm")
     assert train.main(as_args(dict(RUN, dataset=tiny_data, out_dir=runs / "1-resumed", resume=True))) == 0
     expected = steps(runs / "2-fsdp-norm")
@@ -388,7 +388,7 @@ def test_a_config_file_whose_batches_do_not_divide_trains_and_resumes_on_two_pro
     config = tmp_path / "config.py"
     config.write_text("".join(f"{k} = {v!r}\n" for k, v in dict(
         SHORT, dataset=tiny_data, micro_batch_size=4, batch_size=12, batch_size_start=4, max_tokens=1600).items()))
-    code = (f"import sys; sys.path.insert(0, {ROOT!r}); import train; train.summary.closing = lambda config: ''; "
+    code = (f"import sys; sys.path.insert(0, {ROOT!r}); import train; train.Run.draw = lambda run: ''; "
             "sys.exit(train.main(sys.argv[1:]))")
     (tmp_path / "main.py").write_text(code)
     args = [str(tmp_path / "main.py"), str(config)]

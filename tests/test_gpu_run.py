@@ -82,7 +82,7 @@ if INTERPRETING:
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))   # Inductor takes minutes here
         torch._dynamo.reset()
         monkeypatch.setattr(gpu.ln_kernel, "choose_impl", lambda device: ("triton", "in the interpreter"))
-        monkeypatch.setattr(train.summary, "closing", lambda config: "")
+        monkeypatch.setattr(train.Run, "draw", lambda run: "")
         real = subprocess.run
 
         def here(command, **options):   # one process is this one: half a minute less

@@ -17,7 +17,7 @@ MEASURED = ("grad/coherence", "grad/coherence_total", "grad/mean", "grad/varianc
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
 
 
 def rows_of(out):

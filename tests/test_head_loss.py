@@ -174,7 +174,7 @@ def test_a_run_with_a_large_vocabulary_resumes_bit_for_bit(tmp_path, tiny_args, 
     monkeypatch.setattr(head_loss, "CHUNK_BYTES", 20 * 64 * 4)
     from trainer import checkpoint
     settings = dict(max_tokens=1280, checkpoint_tokens=640, eval_tokens=0, dropout=0.1)
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")  # which draws a picture
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
     assert train.main(tiny_args(out_dir=tmp_path / "whole", **settings)) == 0
     assert train.main(tiny_args(out_dir=tmp_path / "cut", stop_tokens=640, **settings)) == 0
     assert train.main(tiny_args(out_dir=tmp_path / "cut", resume=True, **settings)) == 0

@@ -131,7 +131,7 @@ def test_fsdp_divides_what_it_shards_and_counts_whole_gradients_while_accumulati
 
 @pytest.mark.parametrize("schedule", ["constant", "linear"])
 def test_steps_are_those_of_a_real_run(tmp_path, tiny_args, schedule, monkeypatch):
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
     args = tiny_args(out_dir=tmp_path / "run", batch_schedule=schedule, gns="off", max_tokens=2000)
     train.main(args)
     last = [r for r in log.read(tmp_path / "run") if "train/loss" in r][-1]
@@ -150,7 +150,7 @@ def test_the_plan_is_printed_without_data_or_a_device(capsys, tmp_path, monkeypa
     text = capsys.readouterr().out
     for words in ("Parameters   1,3", "26,0", "steps", "FLOPs", "days on 8 x A100", "35%", "fsdp", "checkpointed", "assumed"):
         assert words in text, words
-    for bad, words in ({"--kind=H1000": "expected one of", "--devices=x": "expected a number", "--devices=0": "at least 1",
+    for bad, words in ({"--kind=H1000": "expected one of", "--devices=x": "invalid int value", "--devices=0": "at least 1",
                         "--devices=6": "x 6 processes", "--device=tpu": "must be one of"}).items():
         with pytest.raises(SystemExit) as e:
             train.main(["config/gpt_1_3b.py", "--plan", bad])

@@ -7,7 +7,7 @@ import pytest
 import plot
 from plots import compare, layers, report, style
 from tests.helpers import exact_rows
-from trainer import curves, log
+from trainer import log, reader
 
 
 def write_run(folder, n=20, **extra):
@@ -95,7 +95,7 @@ def groups(tmp_path):
 
 
 def test_compare_finds_known_tokens_steps_and_seconds(tmp_path):
-    loaded = {name: [style.load(d) for d in dirs] for name, dirs in groups(tmp_path).items()}
+    loaded = {name: [reader.load(d) for d in dirs] for name, dirs in groups(tmp_path).items()}
     result = compare.comparison(loaded)
     assert result["loss"] == "val" and result["target"] == pytest.approx(4.0), "the loss that both fixed runs reached"
     fixed, fast = (result["groups"][name]["at_target"] for name in ("fixed", "fast"))
@@ -116,15 +116,15 @@ def test_compare_finds_known_tokens_steps_and_seconds(tmp_path):
 def test_reaching_a_loss_is_interpolated_and_the_first_time_counts():
     run = {"tokens": np.array([0.0, 100, 200, 300]), "steps": np.array([0.0, 10, 15, 20]),
            "seconds": np.array([0.0, 1, 2, 3]), "loss": np.array([5.0, 4.0, 4.5, 3.5])}
-    assert curves.reach(run, 4.5) == {"tokens": 50.0, "steps": 5.0, "seconds": 0.5}
-    assert curves.reach(run, 4.0)["tokens"] == 100.0 and curves.reach(run, 3.75)["tokens"] == 275.0
-    assert curves.reach(run, 6.0)["tokens"] == 0.0 and curves.reach(run, 3.0) is None
+    assert reader.reach(run, 4.5) == {"tokens": 50.0, "steps": 5.0, "seconds": 0.5}
+    assert reader.reach(run, 4.0)["tokens"] == 100.0 and reader.reach(run, 3.75)["tokens"] == 275.0
+    assert reader.reach(run, 6.0)["tokens"] == 0.0 and reader.reach(run, 3.0) is None
 
 
 def test_smoothing_keeps_a_constant_and_follows_tokens_not_rows():
     tokens = np.array([10.0, 20, 60])
-    assert curves.smoothed_loss(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
-    a = curves.smoothed_loss(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
+    assert reader.smoothed_loss(tokens, np.full(3, 2.5), 10.0) == pytest.approx([2.5] * 3)
+    a = reader.smoothed_loss(np.arange(1, 101.0), np.arange(100.0) // 50, 10.0)
     assert a[-1] == pytest.approx(1 - 2.0**-5, rel=0.01), "five half-lives after the jump"
 
 
@@ -141,7 +141,7 @@ def test_more_tokens_for_fewer_steps_is_never_called_a_saving(tmp_path, capsys):
 
 
 def test_runs_without_evaluations_are_compared_by_their_smoothed_training_loss(tmp_path):
-    runs = {name: [[r for r in style.load(d) if "val/loss" not in r] for d in dirs[:1]]
+    runs = {name: [[r for r in reader.load(d) if "val/loss" not in r] for d in dirs[:1]]
             for name, dirs in groups(tmp_path).items() if name in ("fixed", "fast")}
     result = compare.comparison(runs)
     assert result["loss"] == "train" and result["groups"]["fixed"]["final_val_loss"] is None

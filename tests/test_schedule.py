@@ -15,12 +15,8 @@ from configurator import Config, ConfigError
 from rightbatch.decision import Cost, Noise
 from schedule import Controller, build, learning_rate_at
 from tests.helpers import ROOT, assert_same_run, untimed
-from trainer import checkpoint, log, noise_scale, plan, start
-
-
-def test_constant_batch_is_the_batch():
-    c = Config(batch_schedule="constant", batch_size=40, batch_size_start=8)
-    assert {build(c, 8).at(t) for t in (0, 1, 10**6, 10**9)} == {40}
+from trainer import checkpoint, log, plan, points, reader, start
+from trainer.step import metric_of_run
 
 
 @pytest.mark.parametrize("quantum", [1, 4, 8])
@@ -28,41 +24,34 @@ def test_linear_batch_is_exact_at_the_ends_monotone_and_whole(quantum):
     c = Config(batch_schedule="linear", batch_size_start=16, batch_size=120, max_tokens=10**6)
     values = [build(c, quantum).at(t) for t in range(0, 10**6 + 1, 1000)]
     assert values[0] == 16 and values[-1] == 120 == build(c, quantum).at(10**7)
-    assert values == sorted(values) and all(v % quantum == 0 for v in values)
+    assert values == sorted(values) and set(values) == set(range(16, 121, quantum)), "every multiple on the way"
     assert values[500] == 68 // quantum * quantum or abs(values[500] - 68) <= quantum / 2
 
 
-def test_linear_batch_uses_every_multiple_on_the_way():
-    c = Config(batch_schedule="linear", batch_size_start=16, batch_size=120, max_tokens=10**6)
-    assert sorted({build(c, 8).at(t) for t in range(0, 10**6, 1000)}) == list(range(16, 121, 8))
+@pytest.mark.parametrize("keys, points", [
+    (dict(batch_schedule="constant", batch_size=40, batch_size_start=8), {0: 40, 1: 40, 10**6: 40, 10**9: 40}),
+    (dict(batch_schedule="late", batch_late=0.75, batch_size_start=8, batch_size=64, max_tokens=1000),
+     {0: 8, 749: 8, 750: 64, 1000: 64}),
+    (dict(batch_schedule="steps", batch_steps="0:32, 50M:64, 0.2B:128"),
+     {0: 32, 49_999_999: 32, 50_000_000: 64, 199_999_999: 64, 200_000_000: 128, 10**12: 128}),
+    (dict(batch_schedule="steps", batch_steps="0:8"), {7: 8})], ids=str)
+def test_batches_hold_between_and_jump_at_the_token(keys, points):
+    batches = build(Config(**keys), 8)
+    assert {tokens: batches.at(tokens) for tokens in points} == points
 
 
-def test_learning_rate_warms_up_peaks_and_ends_where_it_should():
-    c = Config(learning_rate=1e-2, min_lr=1e-3, warmup_tokens=1000, max_tokens=11_000)
-    assert learning_rate_at(0, c) == 0
-    assert learning_rate_at(500, c) == pytest.approx(5e-3)
-    assert learning_rate_at(1000, c) == pytest.approx(1e-2)
-    assert learning_rate_at(6000, c) == pytest.approx(5.5e-3)
-    assert learning_rate_at(11_000, c) == learning_rate_at(20_000, c) == pytest.approx(1e-3)
-
-
-def test_cosine_passes_the_middle_at_half_time_and_starts_flat():
-    c = Config(learning_rate=1e-2, min_lr=0.0, warmup_tokens=0, max_tokens=1000, lr_decay="cosine")
-    assert learning_rate_at(0, c) == pytest.approx(1e-2)
-    assert learning_rate_at(500, c) == pytest.approx(5e-3)
-    assert learning_rate_at(10, c) > 0.999e-2
-    assert learning_rate_at(1000, c) == pytest.approx(0.0, abs=1e-12)
-
-
-def test_decay_may_end_before_the_run_and_none_stays_at_the_peak():
-    c = Config(learning_rate=1e-2, min_lr=1e-3, warmup_tokens=0, max_tokens=1000, decay_tokens=500)
-    assert learning_rate_at(500, c) == learning_rate_at(900, c) == 1e-3
-    assert learning_rate_at(900, Config(learning_rate=1e-2, lr_decay="none", warmup_tokens=10)) == 1e-2
-
-
-def test_a_run_that_is_all_warm_up_does_not_divide_by_zero():
-    c = Config(learning_rate=1e-2, warmup_tokens=1000, max_tokens=1000)
-    assert learning_rate_at(999, c) < 1e-2 and learning_rate_at(1000, c) == c.min_lr
+@pytest.mark.parametrize("keys, points", [
+    (dict(min_lr=1e-3, warmup_tokens=1000, max_tokens=11_000),
+     {0: 0, 500: 5e-3, 1000: 1e-2, 6000: 5.5e-3, 11_000: 1e-3, 20_000: 1e-3}),
+    (dict(min_lr=0.0, warmup_tokens=0, max_tokens=1000, lr_decay="cosine"), {0: 1e-2, 10: 0.99975e-2, 500: 5e-3, 1000: 0}),
+    (dict(min_lr=1e-3, warmup_tokens=0, max_tokens=1000, decay_tokens=500), {500: 1e-3, 900: 1e-3}),
+    (dict(warmup_tokens=10, lr_decay="none"), {900: 1e-2}),
+    (dict(min_lr=1e-3, warmup_tokens=1000, max_tokens=1000), {999: 0.999e-2, 1000: 1e-3}),  # all warm-up
+    (dict(min_lr=1e-3, warmup_tokens=100, max_tokens=1100, lr_decay="wsd"),
+     {100: 1e-2, 500: 1e-2, 900: 1e-2, 1000: 5.5e-3, 1100: 1e-3})], ids=str)
+def test_learning_rate_warms_up_peaks_and_ends_where_it_should(keys, points):
+    c = Config(learning_rate=1e-2, **keys)
+    assert {t: learning_rate_at(t, c) for t in points} == pytest.approx(points, rel=1e-5, abs=1e-12)
 
 
 # -- names
@@ -110,17 +99,10 @@ def test_a_schedule_is_one_class_for_trainer_checks_resume_and_plan(tmp_path, ti
 
 # -- steps and file
 
-def test_steps_hold_between_and_jump_at_the_token():
-    c = Config(batch_schedule="steps", batch_steps="0:32, 50M:64, 0.2B:128")
-    at = [build(c, 8).at(t) for t in (0, 49_999_999, 50_000_000, 199_999_999, 200_000_000, 10**12)]
-    assert at == [32, 32, 64, 64, 128, 128]
-    assert build(Config(batch_schedule="steps", batch_steps="0:8"), 8).at(7) == 8
-
-
 @pytest.mark.parametrize("text, value", [("0", 0), ("200", 200), ("50k", 50_000), ("1.5M", 1_500_000), ("2B", 2 * 10**9),
                                          ("1e6", 10**6), (" 1_000 ", 1000), ("0.1B", 10**8)])
 def test_counts_are_read_exactly(text, value):
-    assert schedule.parse_count(text) == value
+    assert points.parse_count(text) == value
 
 
 @pytest.mark.parametrize("text, words", [
@@ -326,21 +308,28 @@ def test_the_controller_is_a_function_of_its_inputs_and_resumes_from_its_state()
 
 
 def test_a_run_goes_by_the_whole_models_noise_scale_in_its_metric_and_never_by_the_norm_layers():
-    assert noise_scale.key(Config(gns="exact")) == "gns/total_adam"
-    assert noise_scale.key(Config(gns="exact", gns_metric="plain")) == "gns/body"
-    assert noise_scale.key(Config(gns="norm", gns_calibrate=True)) == "gns/calibrated_adam"
-    assert noise_scale.key(Config(gns="norm", optimizer="muon")) == "gns/calibrated"
-    assert noise_scale.key(Config(gns="norm", gns_adam=False)) == "gns/calibrated"
-    assert noise_scale.key(Config(gns="exact", parallel="fsdp")) == "gns/body"
-    assert noise_scale.key(Config(gns="norm", gns_calibrate=False)) is noise_scale.key(Config(gns="off")) is None
-    row = {"gns/norm": 90.0, "gns/norm_low": 80.0, "gns/norm_high": 99.0, "gns/calibrated": None}
-    assert noise_scale.of(row) is None
-    row |= {"gns/calibrated": 60.0, "gns/calibrated_low": 50.0, "gns/calibrated_high": 70.0}
-    assert noise_scale.of(row) == (60.0, 50.0, 70.0) and noise_scale.words(row) == "the whole model"
-    row |= {"gns/calibrated_adam": 61.0, "gns": 61.0, "gns_low": 1.0, "gns_high": 99.0}
-    assert noise_scale.of(row) == (61.0, 1.0, 99.0) and noise_scale.words(row) == "the whole model in Adam's metric"
+    for metric, keys in (("adam", dict(gns="exact")), ("adam", dict(gns="norm")), ("plain", dict(gns_metric="plain")),
+                         ("plain", dict(optimizer="muon")), ("plain", dict(gns_adam=False)),
+                         ("plain", dict(gns="exact", parallel="fsdp"))):
+        assert metric_of_run(Config(**keys)) == metric
+    row = {"gns/norm": 90.0, "gns/norm_low": 80.0, "gns/norm_high": 99.0, "gns/calibrated": None, "gns": None}
+    assert reader.noise_of(row) is None
+    row |= {"gns/calibrated": 60.0, "gns/calibrated_adam": 61.0, "gns": 61.0, "gns_low": 51.0, "gns_high": 99.0}
+    assert reader.noise_of(row) == Noise(61.0, 51.0, 99.0, "the whole model in Adam's metric")
     with pytest.raises(ConfigError, match="gns_calibrate=False: .*gns=exact"):
         start.parse(["--batch_schedule=gns", "--gns_calibrate=False"])
+
+
+@pytest.mark.parametrize("keys, of", [(dict(gns="exact"), "the whole model in Adam's metric"),
+                                      (dict(gns="exact", gns_metric="plain"), "the whole model"),
+                                      (dict(gns_calibrate=False), None)])
+def test_the_step_gives_the_noise_scale_that_the_log_then_has(tmp_path, tiny_args, monkeypatch, keys, of):
+    seen = []
+    monkeypatch.setattr(schedule.Linear, "observe", lambda self, tokens, noise, cost: seen.append((tokens, noise)))
+    train.main(tiny_args(out_dir=tmp_path / "run", max_tokens=1600, **keys))
+    rows = {row["tokens"]: reader.noise_of(row) for row in logged(tmp_path / "run")}
+    assert seen and all(noise == rows[tokens] for tokens, noise in seen if noise is None or noise.value > 0)
+    assert {noise.of for _, noise in seen if noise} == ({of} if of else set())
 
 
 COST = Cost((0.4, 0.39, 0.41), (0.01, 0.0099, 0.0101))  # t0 / t1 is 40 sequences
@@ -406,12 +395,6 @@ def test_beta2_does_not_fall_below_its_floor_nor_is_it_raised_to_it():
     assert schedule.coupled(64, Config(beta2_scaling="tokens", lr_reference_batch=8, beta2=0.5))[1] == 0.5
 
 
-def test_wsd_is_flat_until_the_last_fifth_and_ends_at_min_lr():
-    c = Config(learning_rate=1e-2, min_lr=1e-3, warmup_tokens=100, max_tokens=1100, lr_decay="wsd")
-    assert [learning_rate_at(t, c) for t in (100, 500, 900)] == pytest.approx([1e-2] * 3)
-    assert learning_rate_at(1000, c) == pytest.approx(5.5e-3) and learning_rate_at(1100, c) == pytest.approx(1e-3)
-
-
 def test_seesaw_doubles_the_batch_where_the_learning_rate_would_halve_and_keeps_what_both_do_together():
     c = Config(batch_schedule="seesaw", batch_size_start=8, batch_size=32, max_tokens=10_000, warmup_tokens=1000,
                learning_rate=1e-2, min_lr=0.0, lr_decay="cosine")
@@ -430,29 +413,7 @@ def test_seesaw_doubles_the_batch_where_the_learning_rate_would_halve_and_keeps_
     assert s.learning_rate(10_000, 10_005) == pytest.approx(0, abs=1e-12) and s.at(20_000) == 32
 
 
-def test_late_switches_once():
-    c = Config(batch_schedule="late", batch_late=0.75, batch_size_start=8, batch_size=64, max_tokens=1000)
-    assert [build(c, 8).at(t) for t in (0, 749, 750, 1000)] == [8, 8, 64, 64]
-
-
 # -- in runs
-
-@pytest.mark.parametrize("keys", [dict(batch_schedule="seesaw", lr_decay="cosine"), dict(batch_schedule="late", lr_decay="wsd"),
-                                  dict(lr_scaling="sqrt", gns="exact", gns_metric="plain", gns_half_life_tokens=400)],
-                         ids=str)
-@pytest.mark.slow
-def test_runs_of_these_schedules_resume_bit_for_bit(tmp_path, tiny_args, keys):
-    common = dict(keys, batch_size_start=4, batch_size=64, lr_reference_batch=4, max_tokens=6400)
-    train.main(tiny_args(out_dir=tmp_path / "one", **common))
-    train.main(tiny_args(out_dir=tmp_path / "two", **common, stop_tokens=3300))
-    train.main(tiny_args(out_dir=tmp_path / "two", **common, resume=True))
-    one, two = ([r for r in untimed(tmp_path / name) if "train/loss" in r] for name in ("one", "two"))
-    assert one == two
-    one, two = (checkpoint.load(str(tmp_path / name))["model"] for name in ("one", "two"))
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    if "gns" in keys:
-        assert any("is above the noise scale's interval" in r.get("event", "") for r in log.read(tmp_path / "one"))
-
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
@@ -480,11 +441,6 @@ def test_scaled_values_reach_the_optimizer_and_the_log(tmp_path, tiny_args):
     assert all(g["betas"] == (0.9, rows[-1]["beta2"]) and g["lr"] == rows[-1]["lr"] for g in groups)
 
 
-def test_the_old_keys_stay_out_of_the_log_where_they_do_not_vary(tmp_path, tiny_args):
-    train.main(tiny_args(out_dir=tmp_path / "run", max_tokens=320))
-    assert not {"beta2", "weight_decay"} & logged(tmp_path / "run")[0].keys()
-
-
 @pytest.fixture(scope="module")
 def schedule_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("schedule") / "batch.txt"
@@ -492,19 +448,30 @@ def schedule_file(tmp_path_factory):
     return path
 
 
+RAMP = dict(batch_size_start=4, batch_size=64, lr_reference_batch=4, max_tokens=6400)
+
+
 @pytest.mark.parametrize("keys, batches", [
     (dict(batch_schedule="steps", batch_steps="0:4, 640:8, 1.6k:16"), [4, 8, 16]),
-    (dict(batch_schedule="file"), [4, 8, 12, 16]), (dict(batch_schedule="linear"), [4, 8, 12, 16])], ids=lambda v: str(v)[:30])
+    (dict(batch_schedule="file"), [4, 8, 12, 16]), (dict(batch_schedule="linear"), [4, 8, 12, 16]),
+    (dict(RAMP, batch_schedule="seesaw", lr_decay="cosine"), None),
+    (dict(RAMP, batch_schedule="late", lr_decay="wsd"), [4, 64]),
+    (dict(RAMP, lr_scaling="sqrt", gns="exact", gns_metric="plain", gns_half_life_tokens=400), None)],
+    ids=lambda v: str(v)[-40:])
 @pytest.mark.slow
-def test_every_schedule_goes_over_a_stop_and_a_resume_unchanged(tmp_path, tiny_args, schedule_file, keys, batches):
-    args = {**keys, **({"batch_file": schedule_file} if keys["batch_schedule"] == "file" else {})}
+def test_every_schedule_goes_over_a_stop_and_a_resume_bit_for_bit(tmp_path, tiny_args, schedule_file, keys, batches):
+    args = {**keys, **({"batch_file": schedule_file} if keys.get("batch_schedule") == "file" else {})}
     train.main(tiny_args(out_dir=tmp_path / "whole", **args))
-    train.main(tiny_args(out_dir=tmp_path / "parts", stop_tokens=900, **args))
-    assert logged(tmp_path / "parts")[-1]["tokens"] < 1200
+    train.main(tiny_args(out_dir=tmp_path / "parts", stop_tokens=args.get("max_tokens", 1800) // 2, **args))
+    assert logged(tmp_path / "parts")[-1]["tokens"] < logged(tmp_path / "whole")[-1]["tokens"]
     assert train.main(tiny_args(out_dir=tmp_path / "parts", resume=True, **args)) == 0
-    whole, parts = ([{k: r[k] for k in ("step", "tokens", "batch_size", "train/loss")} for r in logged(tmp_path / name)]
-                    for name in ("whole", "parts"))
-    assert whole == parts and sorted({r["batch_size"] for r in whole}) == batches
+    whole, parts = ([r for r in untimed(tmp_path / name) if "train/loss" in r] for name in ("whole", "parts"))
+    assert whole == parts and (batches is None or sorted({r["batch_size"] for r in whole}) == batches)
+    one, two = (checkpoint.load(str(tmp_path / name))["model"] for name in ("whole", "parts"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert not {"beta2", "weight_decay"} & whole[0].keys(), "they do not vary"
+    if "lr_scaling" in keys:
+        assert any("is above the noise scale's interval" in r.get("event", "") for r in log.read(tmp_path / "whole"))
 
 
 GNS = dict(batch_schedule="gns", batch_size_start=4, batch_size=64, batch_gns_factor=40, batch_gns_dwell_tokens=600,

@@ -12,6 +12,7 @@ import train
 from configurator import Config
 from system import terminal
 from trainer import busy, hardware, summary
+from trainer.reader import noise_of
 
 ROW = {"step": 1188, "tokens": 2_500_000, "train/loss": 1.4018, "batch_size": 32, "gns": 98.5, "gns_low": 87.8,
        "gns_high": 111.0, "gns/norm": 44.0, "gns/norm_low": 40.0, "gns/norm_high": 50.0, "gns/calibration": 2.2,
@@ -25,7 +26,7 @@ CALIBRATING = {**ROW, "gns": None, "gns_low": None, "gns_high": None, "gns/calib
     (110, ["step   1188", "38.3k tok/s"], ["mfu"]), (100, ["38.3k tok/s"], ["mfu", "step"]),
     (80, [], ["mfu", "step", "tok/s"])])
 def test_the_line_of_a_step_fits_the_terminal(row, columns, kept, gone):
-    line = summary.describe(row, Config(), None, 45_000, 95, columns)
+    line = summary.describe(row, Config(), noise_of(row), None, 45_000, 95, columns)
     assert columns is None or len(line) <= columns
     assert all(word in line for word in [*kept, "2.5M tok 100%", "loss 1.4018", "batch  32", "gns ", "12h30 left"])
     assert not any(word in line for word in gone)
@@ -35,19 +36,19 @@ def test_the_line_of_a_step_fits_the_terminal(row, columns, kept, gone):
     (None, ["step   1188", "38.3k tok/s", "mfu 48%"], []), (120, ["step   1188", "38.3k tok/s"], ["mfu"]),
     (110, ["38.3k tok/s"], ["mfu", "step"]), (100, [], ["mfu", "step", "tok/s"])])
 def test_the_line_of_a_step_names_the_right_batch_for_time_once_noise_scale_and_cost_are_known(columns, kept, gone):
-    line = summary.describe(ROW, Config(), 40, 45_000, 95, columns)
+    line = summary.describe(ROW, Config(), noise_of(ROW), 40, 45_000, 95, columns)
     assert "| right 40  |" in line and (columns is None or len(line) <= columns)
     assert all(word in line for word in kept) and not any(word in line for word in gone)
-    assert len(summary.describe(ROW, Config(), 40, 45_000, 95, 80)) <= 80
-    assert "right" not in summary.describe(ROW, Config(), None, 1.0), "no cost or no noise scale yet"
+    assert len(summary.describe(ROW, Config(), noise_of(ROW), 40, 45_000, 95, 80)) <= 80
+    assert "right" not in summary.describe(ROW, Config(), noise_of(ROW), None, 1.0), "no cost or no noise scale yet"
 
 
 def test_calibrating_says_so_and_how_long():
-    assert summary.noise_words(CALIBRATING, Config(), 95) == "gns calibrating, ~1:35"
-    assert summary.noise_words(CALIBRATING, Config()) == "gns calibrating"
-    assert summary.noise_words({**CALIBRATING, "gns/calibration": 2.0}, Config(), 95) == "gns undetermined"
-    assert summary.noise_words(ROW, Config(), 95) == "gns 98.5 [87.8, 111]"
-    assert "44" not in summary.describe(CALIBRATING, Config(), None, 1.0), "no norm layers' number that reads like a batch"
+    assert summary.noise_words(CALIBRATING, Config(), None, 95) == "gns calibrating, ~1:35"
+    assert summary.noise_words(CALIBRATING, Config(), None) == "gns calibrating"
+    assert summary.noise_words({**CALIBRATING, "gns/calibration": 2.0}, Config(), None, 95) == "gns undetermined"
+    assert summary.noise_words(ROW, Config(), noise_of(ROW), 95) == "gns 98.5 [87.8, 111]"
+    assert "44" not in summary.describe(CALIBRATING, Config(), None, None, 1.0), "no number of the norm layers"
 
 
 def test_text_breaks_between_words_and_a_command_stays_whole_words():

@@ -21,7 +21,7 @@ ONE_STEP = dict(batch_schedule="constant", max_tokens=256, warmup_tokens=0, lr_d
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
 
 
 def trained(out):

@@ -18,7 +18,7 @@ from trainer.step import TrainingStep
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch):
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ GRID = dict(batch_schedule="constant", max_tokens=512, gns_calibrate=False, eval
 
 @pytest.fixture(autouse=True)
 def no_pictures_of_runs(monkeypatch):
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
 
 
 def saved(out):

@@ -70,7 +70,7 @@ def test_gains_stand_beside_the_plain_noise_scale_and_adams_has_a_column_of_its_
     assert head.endswith("noise scale: gns/total_adam") and "noise scale: gns/total " in head
     assert lines[0].split()[-4:] == ["9", "[9,", "9]", "undetermined"]
     assert lines[2].split()[-6:] == ["9", "[9,", "9]", "27", "[27,", "27]"]
-    assert "gns/total_adam is the whole model's in Adam's metric" in "\n".join(lines)
+    assert "gns/total_adam is the noise scale of the whole model in Adam's metric" in "\n".join(lines)
     pooled = quality.gains([quality.growth(quality.second_half(own)) for own in logs], 4)
     says = quality.verdict(rows, pooled, 8, 16, 0.2)
     assert "plain noise scale of the whole model (gns/total), 9 to 9 sequences" in says[1], "not 27: gains are plain"
@@ -97,7 +97,7 @@ def test_the_standard_error_of_a_gain_is_that_of_a_ratio_of_means():
 def test_quality_runs_train_and_reports_and_is_not_run_twice(tmp_path, tiny_args, monkeypatch, capsys):
     calls, real = [], train.main
     monkeypatch.setattr(train, "main", lambda argv: calls.append(argv) or real(argv))
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
     arguments = ["quality", "--steps=6", "--accumulations=1,2,4", "--in_process",
                  *tiny_args(out_dir=tmp_path, learning_rate=3e-3, dropout=0.1)]
     assert sweep.main([*arguments, "--dry_run"]) == 0

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from rightbatch import gns, watch
+from rightbatch import watch
 from rightbatch.decision import Cost, Decision, Noise, right_batch
 from rightbatch.step_time import WARM_UP, StepTime, from_hooks
 from tests.watching import Plain, ids, needs, plain
@@ -228,7 +228,7 @@ def test_part_of_the_gradient_is_said_to_be_a_part():
 def test_what_the_present_batch_loses():
     cost = Cost((2.0, 2.0, 2.0), (0.5, 0.5, 0.5), "")
     decision = Decision(Noise(64.0, 32.0, 128.0), cost, 4, 64, [])
-    best = gns.fastest_batch(64, 2.0, 0.5)
+    best = math.sqrt(64 * 2.0 / 0.5)
     assert decision.right["time"] == pytest.approx(best) == 16
     assert decision.lost() == pytest.approx({"time": 2 * 34 / (5 * 10) - 1, "tokens": 128 / 68 - 1})
     assert "36% more time, 88% more tokens" in str(decision)

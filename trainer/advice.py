@@ -3,7 +3,9 @@ Predictions in words: what whatif.py prints, and what a run says at its end.
 """
 
 from configurator import ConfigError
+from rightbatch.decision import MEASURED, TUNED
 from trainer import log, machines, predict
+from trainer.reader import named_noise
 
 CANNOT_TELL = "it made too few steps to tell what a step costs from what a sequence costs"
 ON_THE_WAY = ("At this loss the learning rate had not yet come down to its end. For such losses predictions were off by a "
@@ -34,7 +36,7 @@ def words(result, run, cost, args):
     other = assumed(result) if "assumptions" in result else []
     lines += [] if "devices" in result else other
     lines += ["To the same loss, at a constant batch (in brackets: 95% intervals of what was measured):"]
-    lines += table(result["rows"], "batch") + [f"{predict.TUNED} {predict.CHECKED}"] + about_loss(result)
+    lines += table(result["rows"], "batch") + [f"{TUNED} {predict.CHECKED}"] + about_loss(result)
     if cost and min(row["batch"] for row in result["rows"]) < result["machine"]["quantum"]:
         lines.append(f"Below {result['machine']['quantum']}, micro-batch x devices, a sequence costs more than this says.")
     lines += [""] + about_right(result, cost) + about_lost(result, cost)
@@ -51,18 +53,18 @@ def assumed(result):
 
 
 def about_run(result, run):
-    own, whole = result["own"], result["own"]["steps"] == run.steps[-1]["step"]
-    batches = f"{own['batch_low']:.0f}" + (f" to {own['batch_high']:.0f}" if own["batch_high"] > own["batch_low"] else "")
-    return [f"{result['run']}: {log.count(own['tokens'])} tokens in {own['steps']:.0f} steps of {batches} sequences, "
-            f"{machines.span(own['seconds_taken'])}, to a {result['loss_kind']} loss of {result['loss']:.4f}"
-            + (", its end." if whole else ".")]
+    taken, whole = result["own"], result["own"]["steps"] == run.steps[-1]["step"]
+    low, high = (f"{taken[end]:.0f}" for end in ("batch_low", "batch_high"))
+    return [f"{result['run']}: {log.count(taken['tokens'])} tokens in {taken['steps']:.0f} steps of "
+            f"{low if low == high else f'{low} to {high}'} sequences, {machines.span(taken['seconds_taken'])}, to a "
+            f"{result['loss_kind']} loss of {result['loss']:.4f}{', its end' if whole else ''}."]
 
 
 def about_noise(result, run):
     n = result["noise"]
     text = (f"Noise scale: {n['lowest']:.3g} to {n['highest']:.3g} sequences on the way, "
             f"{interval(n, 'mean', '{:.3g}'.format)} on average. The average counts each step by its progress. "
-            f"This noise scale is {predict.NOISE[n['key']]} ({n['key']}).")
+            f"This is the noise scale of {named_noise(n['key'])} ({n['key']}).")
     wanted = "_adam" if run.config.get("gns_metric", "adam") == "adam" else ""
     if n["key"].endswith("_adam") != bool(wanted):
         text += (" The log has none in Adam's metric, in which AdamW steps and which predicts better." if wanted else
@@ -75,15 +77,14 @@ def about_noise(result, run):
 def about_cost(result, run, cost):
     if cost is None:
         return f"Time cannot be predicted: {CANNOT_TELL}. Steps and tokens can."
-    t, own = result["step_time"], result["own"]
-    fixed, each = (interval(t, name, "{:.3g}".format) for name in ("fixed_ms", "per_sequence_ms"))
+    fixed, each = (interval(result["step_time"], name, "{:.3g}".format) for name in ("fixed_ms", "per_sequence_ms"))
     text = f"A step takes {fixed} ms, and {each} ms for each sequence, {cost.source}"
     if not result["machine"]["measured"]:
         return f"{text} for {log.plural(result['machine']['devices'], 'device')}."
-    at_that_speed, taken = (machines.span(own[key]) for key in ("seconds", "seconds_taken"))
+    at_that_speed, taken = (machines.span(result["own"][key]) for key in ("seconds", "seconds_taken"))
     text += f". At that speed this run's steps take {at_that_speed}; they took {taken}."
     alone = run.config.get("parallel") == "fsdp" and run.devices > 1 and run.steps[-1].get("accum") == 1
-    if alone and cost.source == predict.MEASURED:
+    if alone and cost.source == MEASURED:
         text += (" Communication counts as time of the sequences: with FSDP and one micro-step a step it cannot be told apart. "
                  "So the right batch for time is larger than said here.")
     return text
@@ -146,16 +147,16 @@ def about_lost(result, cost):
     return [f"{took}{', '.join(parts)}."]
 
 
-def about_deadline(found):
-    within, took = machines.span(found["within"]), interval(found, "seconds", machines.span)
-    if found["budget"]:
-        within = f"{found['budget']:g} ({within})"
-    if "money" in found:
-        took += f" for {interval(found, 'money', '{:.3g}'.format)}"
-    if not found["possible"]:
-        return [f"Within {within} this loss cannot be reached: the fastest batch, {found['batch']}, takes {took}."]
-    safe = "" if found["seconds_high"] <= found["within"] else "; its interval reaches beyond"
-    return [f"Within {within}: batch {found['batch']} is the one with the fewest tokens, {log.count(found['tokens'])}, in "
+def about_deadline(answer):
+    within, took = machines.span(answer["within"]), interval(answer, "seconds", machines.span)
+    if answer["budget"]:
+        within = f"{answer['budget']:g} ({within})"
+    if "money" in answer:
+        took += f" for {interval(answer, 'money', '{:.3g}'.format)}"
+    if not answer["possible"]:
+        return [f"Within {within} this loss cannot be reached: the fastest batch, {answer['batch']}, takes {took}."]
+    safe = "" if answer["seconds_high"] <= answer["within"] else "; its interval reaches beyond"
+    return [f"Within {within}: batch {answer['batch']} is the one with the fewest tokens, {log.count(answer['tokens'])}, in "
             f"{took}{safe}."]
 
 
@@ -167,5 +168,5 @@ def right_batch(folder):
     except ConfigError:
         return []
     cost = predict.step_cost(run)
-    return [about_cost(result, run, cost), *about_right(result, cost), *about_lost(result, cost), predict.TUNED,
+    return [about_cost(result, run, cost), *about_right(result, cost), *about_lost(result, cost), TUNED,
             *about_loss(result)]

@@ -2,11 +2,12 @@
 A batch schedule in the terms of a trainer (whatif.py --export): ours, Megatron-LM, OLMo-core, torchtitan. Option names are
 theirs. What a trainer cannot express stands in a comment, with how far off the nearest that it can is.
 
-Stages are those of predict.stages: [{"tokens": where it starts, "batch": sequences, "steps"}].
+Stages are predict.stages_of: [{"tokens": where it starts, "batch": sequences, "steps"}].
 """
 
 import math
 
+from rightbatch.decision import TUNED
 from trainer import predict
 
 
@@ -107,5 +108,5 @@ FORMATS = {"steps": to_steps, "megatron": to_megatron, "olmo": to_olmo, "torchti
 def text(name, stages, run, machine, phases, objective):
     """The whole export; its comments begin with #."""
     head = [f"# batches for {objective} on {machine.devices} x {machine.micro} sequences, from {run.folder} by whatif.py",
-            f"# {predict.TUNED}"]
+            f"# {TUNED}"]
     return "\n".join(head + FORMATS[name](stages, run, machine, phases))

@@ -39,29 +39,34 @@ SECTIONS = {
     "detail": "For whoever wants to look behind the noise scale. Most need a setting, named with the key.",
 }
 
-KEYS = [  # key, unit, meaning, section
-    ("step", "steps", "optimizer steps so far", "train"),
-    ("tokens", "tokens", "tokens read so far; the x-axis of every picture", "train"),
-    ("examples", "sequences", "sequences read so far", "train"),
-    ("train/loss", "nats per token", "mean over all micro-batches of that step", "train"),
-    ("lr", "", "learning rate of that step, schedule and lr_scaling included", "train"),
-    ("beta2", "", "Adam's beta2 of that step; only with beta2_scaling", "train"),
-    ("weight_decay", "", "weight decay of that step; only with weight_decay_scaling", "train"),
-    ("grad/norm", "", "norm of the step's gradient, before clipping", "train"),
-    ("bad_steps", "steps", "steps skipped so far, because loss or gradient was not finite", "train"),
+KEYS = [  # key, unit, meaning, section, and its name in wandb, whose part before the first slash is a section there;
+    # without one it stands under detail/ with its own name
+    ("step", "steps", "optimizer steps so far", "train", "step"),
+    ("tokens", "tokens", "tokens read so far; the x-axis of every picture", "train", "tokens"),
+    ("examples", "sequences", "sequences read so far", "train", "train/sequences"),
+    ("train/loss", "nats per token", "mean over all micro-batches of that step", "train", "train/loss"),
+    ("lr", "", "learning rate of that step, schedule and lr_scaling included", "train", "train/lr"),
+    ("beta2", "", "Adam's beta2 of that step; only with beta2_scaling", "train", "train/beta2"),
+    ("weight_decay", "", "weight decay of that step; only with weight_decay_scaling", "train", "train/weight_decay"),
+    ("grad/norm", "", "norm of the step's gradient, before clipping", "train", "train/grad_norm"),
+    ("bad_steps", "steps", "steps skipped so far, because loss or gradient was not finite", "train", "train/bad_steps"),
     ("event", "text", "a row of its own with step and tokens: what the batch schedule did and why, or where a branch began",
-     "train"),
-    ("val/loss", "nats per token", "mean over the fixed validation windows", "val"),
-    ("val/ppl", "", "exp(val/loss)", "val"),
-    ("batch_size", "sequences", "sequences in that step, over all micro-batches and processes", "batch"),
-    ("accum", "micro-batches", "micro-batches in that step, on each process", "batch"),
-    ("seconds", "s", "training time so far, over all resumes", "step time"),
-    ("dt_ms", "ms", "mean time of a step since the last logged one", "step time"),
-    ("tok_per_sec", "tokens/s", "speed since the last logged step, over all processes", "step time"),
-    ("step_time/fixed_ms{end}", "ms", "what a step costs whatever its batch: update, communication", "step time"),
-    ("step_time/per_sequence_ms{end}", "ms", "what each sequence of a batch adds, over all devices", "step time"),
-    ("mfu", "share", "of the machine's own matrix-product speed, measured at the start", "step time"),
-    ("gns{end}", "sequences", "the noise scale that the run goes by: of the whole model, in gns_metric", "gns"),
+     "train", "train/event"),
+    ("val/loss", "nats per token", "mean over the fixed validation windows", "val", "val/loss"),
+    ("val/ppl", "", "exp(val/loss)", "val", "val/perplexity"),
+    ("batch_size", "sequences", "sequences in that step, over all micro-batches and processes", "batch", "batch/sequences"),
+    ("accum", "micro-batches", "micro-batches in that step, on each process", "batch", "batch/accumulation"),
+    ("seconds", "s", "training time so far, over all resumes", "step time", "step_time/seconds"),
+    ("dt_ms", "ms", "mean time of a step since the last logged one", "step time", "step_time/step_ms"),
+    ("tok_per_sec", "tokens/s", "speed since the last logged step, over all processes",
+     "step time", "step_time/tokens_per_second"),
+    ("step_time/fixed_ms{end}", "ms", "what a step costs whatever its batch: update, communication",
+     "step time", "step_time/fixed_ms"),
+    ("step_time/per_sequence_ms{end}", "ms", "what each sequence of a batch adds, over all devices",
+     "step time", "step_time/per_sequence_ms"),
+    ("mfu", "share", "of the machine's own matrix-product speed, measured at the start", "step time", "step_time/mfu"),
+    ("gns{end}", "sequences", "the noise scale that the run goes by: of the whole model, in gns_metric",
+     "gns", "gns/noise_scale"),
     ("gns/calibrated{end}", "sequences", "the whole model's noise scale: gns/norm times gns/calibration", "gns"),
     ("gns/calibration{end}", "factor", "from the norm layers' noise scale to the whole model's, by sampled rows", "gns"),
     ("gns/calibrated_adam{end}", "sequences", "the same in Adam's metric: gns/norm_adam times gns/calibration_adam", "gns"),
@@ -93,34 +98,9 @@ KEYS = [  # key, unit, meaning, section
     ("update/norm", "", "length of the step that the weights took", "detail"),
     ("update/ratio", "share", "that over the length of the weights", "detail"),
 ]
-
-
-# In wandb the part before the first slash is a section. What is not named here is under detail/ with its own name
-WANDB = {
-    "step": None,  # wandb's own x-axis
-    "tokens": "tokens",
-    "examples": "train/sequences",
-    "train/loss": "train/loss",
-    "lr": "train/lr",
-    "beta2": "train/beta2",
-    "weight_decay": "train/weight_decay",
-    "grad/norm": "train/grad_norm",
-    "bad_steps": "train/bad_steps",
-    "event": "train/event",
-    "val/loss": "val/loss",
-    "val/ppl": "val/perplexity",
-    "batch_size": "batch/sequences",
-    "accum": "batch/accumulation",
-    "seconds": "step_time/seconds",
-    "dt_ms": "step_time/step_ms",
-    "tok_per_sec": "step_time/tokens_per_second",
-    "mfu": "step_time/mfu",
-    "step_time/fixed_ms": "step_time/fixed_ms",
-    "step_time/per_sequence_ms": "step_time/per_sequence_ms",
-    "gns": "gns/noise_scale",
-    "gns_low": "gns/noise_scale_low",
-    "gns_high": "gns/noise_scale_high",
-}
+# names in wandb by key: step is wandb's own x-axis; the noise scale is the only one whose interval has names, too
+WANDB = {row[0].removesuffix("{end}"): row[4] for row in KEYS if len(row) == 5} | {"step": None}
+WANDB |= {f"gns{end}": f"{WANDB['gns']}{end}" for end in ("_low", "_high")}
 
 
 def in_wandb(key):
@@ -148,7 +128,7 @@ def page():
             "`{group}`, `{end}`, `{part}`, `{i}` and `{k}` stand for the names and numbers in the tables at the end."]
     for section, about in SECTIONS.items():
         text += ["", f"## {section}", "", about, "", "| key | unit | meaning | in wandb |", "|---|---|---|---|"]
-        text += [cells(f"`{key}`", unit, meaning, wandb_cell(key)) for key, unit, meaning, where in KEYS if where == section]
+        text += [cells(f"`{key}`", unit, meaning, wandb_cell(key)) for key, unit, meaning, of, *_ in KEYS if of == section]
         text += [cells("", "tokens", "batch_size times block_size", "`batch/tokens`")] if section == "batch" else []
     for title, names in (("group", GROUPS), ("end", ENDS), ("part", PARTS)):
         text += ["", f"## {{{title}}}", "", "| name | meaning |", "|---|---|"]

@@ -12,6 +12,7 @@ import re
 from types import SimpleNamespace
 
 from configurator import ConfigError
+from rightbatch.decision import Cost
 from trainer import log, plan, predict
 
 # (bytes per second in one direction, seconds per message): bandwidths as data sheets give them, latencies assumed
@@ -26,9 +27,9 @@ def parse_link(text):
     """(bytes per second, seconds per message) of a name in LINKS, or of 25GB/s, 200Mbit or 200Mbit:500us."""
     if text.lower() in LINKS:
         return LINKS[text.lower()]
-    found = re.fullmatch(r"([\d.]+) ?([kMGT])(bit|b|B)(?:/s|ps)?(?::([\d.]+) ?(us|ms))?", text)
     try:
-        number, size, unit, latency, scale = found.groups()
+        number, size, unit, latency, scale = re.fullmatch(
+            r"([\d.]+) ?([kMGT])(bit|b|B)(?:/s|ps)?(?::([\d.]+) ?(us|ms))?", text).groups()
         rate = float(number) * 1000.0 ** (" kMGT".index(size)) / (1 if unit == "B" else 8)
         if rate <= 0:
             raise ValueError
@@ -96,21 +97,21 @@ def cost_on(run, measured, devices, args):
         scale = alone[0] / (measured.per_sequence[0] * run.devices)
         local = tuple(max((v - here) * scale, launches) for v in measured.fixed)
     wired = all_reduce(parameters, devices, wire)
-    return predict.Cost(tuple(v + wired for v in local), tuple(v / devices for v in alone), "by formula")
+    return Cost(tuple(v + wired for v in local), tuple(v / devices for v in alone), "by formula")
 
 
 def table(run, phases, measured, args):
     """What each number of devices takes at its right batch."""
-    found = []
+    rows = []
     for n in args.devices:
         cost = cost_on(run, measured, n, args)
         batch = predict.fastest_constant(phases, cost, n * (args.micro or run.micro))
         row = predict.row_at(phases, batch, run.block, cost, args.price * n / 3600 if args.price else None)
         limit = min(3600 * args.hours if args.hours else math.inf,
                     3600 * args.budget / (args.price * n) if args.budget else math.inf)
-        found.append({"devices": n, **row, "device_hours": n * row["seconds"] / 3600, "in_time": row["seconds"] <= limit,
+        rows.append({"devices": n, **row, "device_hours": n * row["seconds"] / 3600, "in_time": row["seconds"] <= limit,
                       "fixed_ms": 1e3 * cost.fixed[0], "per_sequence_ms": 1e3 * cost.per_sequence[0]})
-    return found
+    return rows
 
 
 def worth(rows, limited):

@@ -10,11 +10,11 @@ real optimizer state and the tensors that autograd really saves); time is FLOPs 
 Letters: P parameters, L layers, C channels, V vocabulary, n = micro-batch x T tokens of one forward pass.
 """
 
-
 import configurator
 import schedule
 from configurator import ConfigError
 from rightbatch.kernels import head_loss
+from system import terminal
 from trainer import hardware, start
 
 # dense bf16 FLOP/s (V100: fp16) and bytes of memory, as the vendors' data sheets give them
@@ -24,6 +24,13 @@ KINDS = {"V100": (125e12, 32e9), "A100": (312e12, 80e9), "A100-40G": (312e12, 40
 MFU = 0.35  # an assumption, not measured by us: small models and slow networks reach less, tuned code more
 GPT2_VOCABULARY = 50257
 OPTIONS = {"devices": 1, "kind": "A100", "mfu": MFU}
+
+
+def kind_of(name):
+    """A kind of device by its name in any case."""
+    if name.lower() not in (lower := {kind.lower(): kind for kind in KINDS}):
+        raise ConfigError(f"command line: --kind={name}: expected one of {', '.join(KINDS)}")
+    return lower[name.lower()]
 
 
 def unit_parameters(c, vocab_size):
@@ -163,20 +170,20 @@ def text(c, devices, kind, mfu):
              f"{c.micro_batch_size}; {kind} has {size(room)}"]
     modes = ["ddp"] if devices == 1 else ["ddp", "fsdp"]
     parts = {mode: memory(c, V, devices, mode, half) for mode in modes}
-    names = list(dict.fromkeys(name for mode in modes for name in parts[mode]))
-    lines.append(f"  {'':<28}" + "".join(f"{'one process' if devices == 1 else mode:>14}" for mode in modes))
-    for name in names:
-        lines.append(f"  {name:<28}" + "".join(f"{size(parts[mode].get(name, 0)):>14}" for mode in modes))
+
+    def row(name, cells, mark=""):
+        lines.append(f"  {name:<28}" + "".join(f"{cell:>14}" for cell in cells) + mark)
+    row("", ["one process"] if devices == 1 else modes)
+    for name in dict.fromkeys(name for mode in modes for name in parts[mode]):
+        row(name, [size(parts[mode].get(name, 0)) for mode in modes])
     work = working_memory(c, V, half, room)
-    lines.append(f"  {'logits and their gradient':<28}" + f"{size(work):>14}" * len(modes))
-    for checkpointing in ("none", "block"):
+    row("logits and their gradient", [size(work)] * len(modes))
+    for checkpointing, name in (("none", "activations"), ("block", "activations, checkpointed")):
         kept = sum(activations(c, V, half, checkpointing).values())
-        name = "activations" + (", checkpointed" if checkpointing == "block" else "")
-        lines.append(f"  {name:<28}" + f"{size(kept):>14}" * len(modes))
-        totals = {mode: kept + work + sum(parts[mode].values()) for mode in modes}
-        used = " <- this config" if checkpointing == c.activation_checkpointing else ""
-        lines.append(f"  {'= in all':<28}" + "".join(f"{size(totals[m]) + ('' if totals[m] < 0.95 * room else ' !'):>14}"
-                                                     for m in modes) + used)
+        row(name, [size(kept)] * len(modes))
+        totals = [kept + work + sum(parts[mode].values()) for mode in modes]
+        row("= in all", [size(total) + ("" if total < 0.95 * room else " !") for total in totals],
+            " <- this config" if checkpointing == c.activation_checkpointing else "")
     lines.append("  (! does not fit, with 5% to spare for the allocator, the libraries and the communication buffers)")
     if devices > 1 and most > quantum:
         lines.append("  fsdp: gradients travel once per step, so between micro-steps each process holds whole ones; batches of "
@@ -186,25 +193,16 @@ def text(c, devices, kind, mfu):
 
 def main(argv):
     """argv as for train.py, with --plan and its own options."""
-    options, rest = dict(OPTIONS), []
-    for arg in configurator.joined(argv, OPTIONS):
-        name, eq, value = arg.removeprefix("--").partition("=")
-        if arg == "--plan":
-            continue
-        if arg.startswith("--") and name in OPTIONS:
-            try:
-                options[name] = type(OPTIONS[name])(value)
-            except ValueError:
-                raise ConfigError(f"command line: {arg}: expected a number") from None
-        else:
-            rest.append(arg)
-    kinds = {k.lower(): k for k in KINDS}
-    if options["kind"].lower() not in kinds:
-        raise ConfigError(f"command line: --kind={options['kind']}: expected one of {', '.join(KINDS)}")
-    if options["devices"] < 1 or not 0 < options["mfu"] <= 1:
+    parser = terminal.Parser(prog="train.py", add_help=False, allow_abbrev=False)
+    parser.add_argument("--plan", action="store_true")
+    for name, default in OPTIONS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    options, rest = parser.parse_known_args(argv)
+    if options.devices < 1 or not 0 < options.mfu <= 1:
         raise ConfigError("command line: --devices must be at least 1, --mfu above 0 and at most 1")
+    kind = kind_of(options.kind)
     from trainer import distributed
-    config = start.parse(rest, options["devices"])
-    distributed.check(config, options["devices"], "cuda")
-    print(text(config, options["devices"], kinds[options["kind"].lower()], options["mfu"]))
+    config = start.parse(rest, options.devices)
+    distributed.check(config, options.devices, "cuda")
+    print(text(config, options.devices, kind, options.mfu))
     return 0

@@ -1,5 +1,5 @@
 """
-What one run says about other batches: from its log.jsonl to steps, tokens and seconds at any batch (whatif.py shows them).
+What one run says about other batches: from its log to steps, tokens and seconds at any batch (whatif.py shows them).
 
 A run is cut into phases, one per logged row: so many steps, at the batch and the noise scale of that row. gns.py turns them
 into steps at another batch, the cost of a step t0 + t1 B turns those into seconds. Every quantity with an error is a triple
@@ -15,41 +15,18 @@ import math
 
 import numpy as np
 
-import configurator
 import gns
 from configurator import ConfigError
 from rightbatch.common import named
-from rightbatch.decision import MEASURED, TUNED, Cost, Noise, mean_noise, right_batch
+from rightbatch.decision import TUNED, Cost, Noise, Triple, mean_noise, right_batch
 from trainer import log
-from trainer.curves import curve, reach
-from trainer.noise_scale import source
+from trainer.reader import NOISE, Run, cost_of, curve, newest_noise, noise_of, reach, read, source
 
 CHECKED = "How far predictions were checked: docs/whatif.md."
-NOISE = {"gns/total_adam": "the whole model's in Adam's metric, every step exact",
-         "gns/body": "the whole model's in the plain metric, every step exact",
-         "gns/calibrated_adam": "the whole model's in Adam's metric: the norm layers' times a measured factor",
-         "gns/calibrated": "the whole model's in the plain metric: the norm layers' times a measured factor",
-         "gns/total": "all weights' in the plain metric, every step exact"}
 EVALUATIONS = 4  # fewer tell too little of where a loss was reached
 PHASES = 1000  # that a log is cut into at most: the noise scale changes little from one to the next
 ENDS = "value", "low", "high"  # of a Noise
 STAGES = 8  # of a schedule: enough to follow the noise scale, few enough to read
-
-
-@dataclasses.dataclass
-class Run:
-    folder: str
-    rows: list  # all of the log
-    steps: list  # the logged steps among them, in order
-    config: dict
-    facts: dict  # the rest of config.json
-    block: int  # tokens in a sequence
-    devices: int
-    micro: int  # sequences of one forward pass on one device
-
-    @property
-    def quantum(self):
-        return self.micro * self.devices
 
 
 @dataclasses.dataclass
@@ -65,101 +42,6 @@ class Machine:
         return self.devices * self.micro
 
 
-# -- from the log to phases
-
-
-def read(folder):
-    try:
-        rows = log.read(folder)
-    except OSError as e:
-        raise ConfigError(f"{folder}: no readable {log.NAME} ({e.strerror}): give the folder of a run, its out_dir") from None
-    steps = [row for row in rows if "train/loss" in row and "batch_size" in row]
-    if not steps:
-        raise ConfigError(f"{folder}: its {log.NAME} has no logged step yet: wait for the first (log_interval steps)")
-    try:
-        config, facts = configurator.read_facts(folder)
-    except FileNotFoundError:
-        config, facts = {}, {}
-    last = steps[-1]
-    if not (config.get("block_size") or last.get("examples")):
-        raise ConfigError(f"{folder}: neither config.json nor {log.NAME} tells the tokens of a sequence (block_size)")
-    block = config.get("block_size") or last["tokens"] // last["examples"]
-    micro = config.get("micro_batch_size") or min(row["batch_size"] // row.get("accum", 1) for row in steps)
-    return Run(folder, rows, steps, config, facts, block, facts.get("processes", 1), micro)
-
-
-def triple(row, key):
-    """(value, low, high) of a row, or None while undetermined."""
-    values = tuple(row.get(key + end) for end in ("", "_low", "_high"))
-    return None if None in values or not (values[0] > 0 and values[1] <= values[0] <= values[2]) else values
-
-
-def noise_key(run):
-    """The log key of the noise scale to predict from: the one that the run goes by; in a log without the key gns, the whole
-    model's, in Adam's metric if there. Where there is none, the reason and what to change: another metric would give other
-    numbers, and the norm layers' own value predicts nothing."""
-    newest = next((row for row in reversed(run.steps) if triple(row, "gns")), None)
-    if newest:
-        return source(newest)
-    metrics = ("", "_adam") if run.config.get("gns_metric") == "plain" else ("_adam", "")
-    keys = [key for metric in metrics for key in ("gns/total_adam" if metric else "gns/body", f"gns/calibrated{metric}")]
-    if not any("gns" in row for row in run.steps):
-        found = next((key for key in keys if any(triple(row, key) for row in run.steps)), None)
-        if found:
-            return found
-    mode = run.config.get("gns") or ("norm" if "gns/norm" in run.steps[-1] else "off")
-    if max(row["batch_size"] for row in run.steps) == 1:
-        raise ConfigError(f"{run.folder}: batch_size=1: a step of one sequence has no noise scale, so there is no prediction; "
-                          "train with batch_size=2 or more")
-    if mode == "off":
-        raise ConfigError(f"{run.folder}: gns='off': its noise scale was not measured, so there is no prediction; "
-                          "train with --gns=norm, which costs next to nothing")
-    if mode == "norm" and not any(key in row for row in run.steps for key in keys):
-        raise ConfigError(f"{run.folder}: gns_calibrate=False: it measured the norm layers alone, whose noise scale is not "
-                          "the whole model's, so there is no prediction; use --gns_calibrate=True or --gns=exact")
-    factors = [f"gns/calibration{metric}" for metric in metrics]
-    calibrated = mode != "norm" or any(row.get(key) is not None for row in run.steps for key in factors)
-    why = ("the gradient is too small against its noise; train for more tokens, with a larger batch_size or a longer "
-           "gns_half_life_tokens" if calibrated else "the factor from the norm layers to the whole model was still being "
-           "measured; train for more tokens")
-    raise ConfigError(f"{run.folder}: its noise scale is undetermined in {'all ' if len(run.steps) > 1 else ''}"
-                      f"{log.plural(len(run.steps), 'logged row')} ({log.count(run.steps[-1]['tokens'])} tokens), so there is "
-                      f"no prediction: {why}")
-
-
-def wider(value, low, high, by):
-    """The triple with its interval `by` times as wide, in logarithms."""
-    return value, (value * (low / value) ** by if low > 0 else 0.0), value * (high / value) ** by
-
-
-def noise_values(steps, key):
-    """([triple per row], rows that had one). Where a row has none:
-
-    - calibrated, and the norm layers' own is there: that times the nearest factor known, the last before or else the first
-      after. The factor drifts little, so its interval counts twice;
-    - else the last value before, its interval twice as wide;
-    - else, before the first, that one, with an interval from 0: the noise scale starts low and rises.
-    """
-    known = [triple(row, key) for row in steps]
-    norm = [triple(row, key.replace("calibrated", "norm")) if "calibrated" in key else None for row in steps]
-    first = next(i for i, t in enumerate(known) if t)
-    source, values = None, []
-    for i, t in enumerate(known):
-        source = i if t else source
-        near = first if source is None else source
-        if t:
-            values.append(t)
-        elif norm[i] and norm[near]:
-            factor = tuple(v / known[near][0] for v in wider(*known[near], by=2))
-            values.append(gns.product((norm[i][0] * known[near][0] / norm[near][0], *(
-                v * known[near][0] / norm[near][0] for v in norm[i][1:])), factor))
-        elif source is None:
-            values.append((known[first][0], 0.0, known[first][2]))
-        else:
-            values.append(wider(*known[source], by=2))
-    return values, sum(t is not None for t in known)
-
-
 @dataclasses.dataclass
 class Phase:
     steps: float
@@ -168,15 +50,82 @@ class Phase:
     seconds: float
 
 
-def phases(run, values, until):
-    """The run up to step `until` (which may lie between two rows), row by row, or, in a long log, PHASES times."""
+# -- from the log to phases
+
+
+def noise_key(run: Run) -> str:
+    """The log key of the noise scale that the run goes by. Where it is never determined: the reason and what to change. Another
+    metric would give other numbers, and the norm layers' own value predicts nothing."""
+    _, row = newest_noise(run.steps)
+    if row:
+        return source(row) or "gns"
+    if not any("gns" in row for row in run.steps) and any(noise_of(row, key) for row in run.steps for key in NOISE):
+        raise ConfigError(f"{run.folder}: its log does not say which noise scale the run went by (gns): it is of an earlier "
+                          "version; resume the run, or train anew")
+    mode = run.config.get("gns") or ("norm" if "gns/norm" in run.steps[-1] else "off")
+    if max(row["batch_size"] for row in run.steps) == 1:
+        raise ConfigError(f"{run.folder}: batch_size=1: a step of one sequence has no noise scale, so there is no prediction; "
+                          "train with batch_size=2 or more")
+    if mode == "off":
+        raise ConfigError(f"{run.folder}: gns='off': its noise scale was not measured, so there is no prediction; "
+                          "train with --gns=norm, which costs next to nothing")
+    if mode == "norm" and not any(key in row for row in run.steps for key in NOISE):
+        raise ConfigError(f"{run.folder}: gns_calibrate=False: it measured the norm layers alone, whose noise scale is not "
+                          "the whole model's, so there is no prediction; use --gns_calibrate=True or --gns=exact")
+    calibrated = mode != "norm" or any(row.get(f"gns/calibration{metric}") for row in run.steps for metric in ("", "_adam"))
+    why = ("the gradient is too small against its noise; train for more tokens, with a larger batch_size or a longer "
+           "gns_half_life_tokens" if calibrated else "the factor from the norm layers to the whole model was still being "
+           "measured; train for more tokens")
+    raise ConfigError(f"{run.folder}: its noise scale is undetermined in {'all ' if len(run.steps) > 1 else ''}"
+                      f"{log.plural(len(run.steps), 'logged row')} ({log.count(run.steps[-1]['tokens'])} tokens), so there is "
+                      f"no prediction: {why}")
+
+
+def wider(noise: Noise, by: float) -> Noise:
+    """With the interval `by` times as wide, in logarithms."""
+    value, low, high = noise.triple
+    return Noise(value, value * (low / value) ** by if low > 0 else 0.0, value * (high / value) ** by, noise.of)
+
+
+def noise_values(steps, key) -> list[Noise]:
+    """The noise scale of each row. Where a row has none:
+
+    - calibrated, and the norm layers' own is there: that times the nearest factor known, the last before or else the first
+      after. The factor drifts little, so its interval counts twice;
+    - else the last value before, its interval twice as wide;
+    - else, before the first, that one, with an interval from 0: the noise scale starts low and rises.
+    """
+    known = [noise_of(row, key) for row in steps]
+    norm = [noise_of(row, key.replace("calibrated", "norm")) if "calibrated" in key else None for row in steps]
+    first = next(i for i, noise in enumerate(known) if noise)
+    last, values = None, []
+    for i, noise in enumerate(known):
+        last = i if noise else last
+        near = first if last is None else last
+        there = known[near]
+        if noise:
+            values.append(noise)
+        elif norm[i] and norm[near]:
+            factor = tuple(v / there.value for v in wider(there, by=2).triple)
+            scaled = norm[i].times(there.value / norm[near].value)
+            values.append(Noise(*gns.product(scaled.triple, factor), there.of))
+        else:
+            values.append(Noise(there.value, 0.0, there.high, there.of) if last is None else wider(there, by=2))
+    return values
+
+
+def phases_of(run: Run, key: str, until: float) -> list[Phase]:
+    """The run up to step `until` (which may lie between two rows), row by row, or, in a long log, PHASES times: every so many
+    rows, the last among them."""
     start = run.rows[0] if "train/loss" not in run.rows[0] else {"step": 0, "tokens": 0}
     before = {"seconds": 0.0, **start}
     if start["step"] > 0:  # a branch: its clock went on from the run it left
         before["seconds"] = max(run.steps[0].get("seconds", 0.0) - run.steps[0].get("dt_ms", 0.0) / 1e3
                                 * (run.steps[0]["step"] - start["step"]), 0.0)
-    found, every = [], -(-len(values) // PHASES)
-    for row, noise in reversed(list(zip(run.steps, values))[::-1][::every]):
+    count, noises, phases = len(run.steps), noise_values(run.steps, key), []
+    every = math.ceil(count / PHASES)
+    for i in range((count - 1) % every, count, every):
+        row = run.steps[i]
         steps = row["step"] - before["step"]
         if steps <= 0:
             continue
@@ -185,9 +134,9 @@ def phases(run, values, until):
             break
         batch = (row["tokens"] - before["tokens"]) / (run.block * steps)
         seconds = row.get("seconds", before["seconds"]) - before["seconds"]
-        found.append(Phase(share * steps, batch, Noise(*noise), share * seconds))
+        phases.append(Phase(share * steps, batch, noises[i], share * seconds))
         before = {"seconds": before["seconds"], **row}
-    return found
+    return phases
 
 
 def at(phases, end="value"):
@@ -196,43 +145,30 @@ def at(phases, end="value"):
     return [(p.steps, p.batch, getattr(p.noise, end)) for p in phases]
 
 
-def target(run, to_loss=None):
+def target(run: Run, to_loss=None):
     """(loss, "validation" or "smoothed training", step): where the run reached `to_loss`, or its end."""
-    evaluated = [r for r in run.rows if r.get("val/loss") is not None]
+    evaluated = [row for row in run.rows if row.get("val/loss") is not None]
     last = run.steps[-1]
     if to_loss is None:
         if evaluated and evaluated[-1]["step"] == last["step"]:
             return evaluated[-1]["val/loss"], "validation", last["step"]
         return float(curve(run.steps, "train")["loss"][-1]), "smoothed training", last["step"]
-    source = "val" if len(evaluated) >= EVALUATIONS else "train"
-    kind = {"val": "validation", "train": "smoothed training"}[source]
-    way = curve([*run.steps, *evaluated] if source == "val" else run.steps, source)
-    got = reach(way, to_loss)
-    if got is None or got["steps"] <= 0:
+    by, kind = ("val", "validation") if len(evaluated) >= EVALUATIONS else ("train", "smoothed training")
+    way = curve([*run.steps, *evaluated], by)
+    there = reach(way, to_loss)
+    if there is None or there["steps"] <= 0:
         raise ConfigError(f"--to_loss={to_loss:g}: {run.folder} went from {way['loss'][0]:.4f} to {way['loss'].min():.4f} "
                           f"({kind} loss); a prediction does not reach beyond what the run did")
-    return to_loss, kind, got["steps"]
+    return to_loss, kind, there["steps"]
 
 
-def at_the_end(run, until):
+def at_the_end(run: Run, until) -> bool:
     """Whether step `until` is the end of a finished run, where the learning rate has come down."""
     last, tokens = run.steps[-1], max(run.config.get(key) or 0 for key in ("max_tokens", "decay_tokens"))
     return until >= last["step"] and last["tokens"] >= tokens and run.config.get("lr_decay") != "none"
 
 
 # -- what a step costs
-
-
-def logged_cost(row):
-    """As the run measured it itself, from a row, or None."""
-    names = ("step_time/fixed_ms", "step_time/per_sequence_ms")
-    if any(row.get(n) is None for n in names) or not row[names[1]] > 0:
-        return None
-    fixed, each = (tuple(1e-3 * (v if row.get(n + end) is None else row[n + end]) for end in ("", "_low", "_high"))
-                   for n in names for v in [row[n]])
-    if not (0 < each[1] <= each[0] <= each[2] and fixed[1] <= fixed[0] <= fixed[2]):
-        return None
-    return Cost(tuple(max(v, 0.0) for v in fixed), each, MEASURED)
 
 
 def line(x, y):
@@ -249,7 +185,7 @@ def line(x, y):
     return t0, t1
 
 
-def fit_cost(batch, seconds):
+def fit_cost(batch, seconds) -> Cost | None:
     """Cost from the mean batch and the seconds of a step in each row, or None where they do not tell t0 from t1. Errors by the
     jackknife over five contiguous stretches: neighbouring rows are slow together, and shorter stretches would not show it."""
     if len(batch) < 10 or max(batch) < 1.5 * min(batch):
@@ -264,9 +200,9 @@ def fit_cost(batch, seconds):
     return Cost(tuple(max(v, 0.0) for v in fixed), each, "fitted to the step times of the log")
 
 
-def step_cost(run):
-    """Cost, by the newest row that has it or by a fit to all of them; None where the run cannot tell."""
-    measured = next(filter(None, map(logged_cost, reversed(run.steps))), None)
+def step_cost(run: Run) -> Cost | None:
+    """By the newest row that has it or by a fit to all of them; None where the run cannot tell."""
+    measured = next(filter(None, map(cost_of, reversed(run.steps))), None)
     timed = [(row["tokens"] - before["tokens"], row["step"] - before["step"], row["dt_ms"])
              for before, row in zip(run.steps, run.steps[1:]) if row.get("dt_ms")]  # not the first row: it warms up
     return measured or fit_cost([t / (run.block * s) for t, s, _ in timed], [1e-3 * ms for *_, ms in timed])
@@ -275,21 +211,21 @@ def step_cost(run):
 # -- other batches
 
 
-def ordered(value, *others):
+def ordered(value, *others) -> Triple:
     return value, min(value, *others), max(value, *others)
 
 
-def steps_at(phases, batch):
-    """Steps at a constant batch, as a triple. A noise scale that reads low makes phases of smaller batches count for too much,
-    those of larger ones for too little. The two lie apart in the run, so their errors do not cancel: in quadrature."""
+def steps_at(phases, batch) -> Triple:
+    """Steps at a constant batch. A noise scale that reads low makes phases of smaller batches count for too much, those of
+    larger ones for too little. The two lie apart in the run, so their errors do not cancel: in quadrature."""
     value = gns.equivalent_steps(at(phases), batch)
-    parts = [p for p in ([p for p in phases if p.batch < batch], [p for p in phases if p.batch > batch]) if p]
-    parts = [ordered(*(gns.equivalent_steps(at(part, end), batch) for end in ENDS)) for part in parts]
+    smaller, larger = [p for p in phases if p.batch < batch], [p for p in phases if p.batch > batch]
+    parts = [ordered(*(gns.equivalent_steps(at(part, end), batch) for end in ENDS)) for part in (smaller, larger) if part]
     down, up = math.hypot(*(v - low for v, low, _ in parts)), math.hypot(*(high - v for v, _, high in parts))
     return value, value - down, value + up
 
 
-def row_at(phases, batch, block, cost, rate=None):
+def row_at(phases, batch, block, cost, rate=None) -> dict:
     """What reaching the loss at a constant batch takes; rate is money per second."""
     steps = steps_at(phases, batch)
     row = {"batch": batch}
@@ -299,33 +235,32 @@ def row_at(phases, batch, block, cost, rate=None):
     return row | (named("money", tuple(s * rate for s in seconds)) if rate and cost else {})
 
 
-def fastest_constant(phases, cost, quantum):
-    """The multiple of the quantum that takes the least time."""
+def fastest_constant(phases, cost, quantum) -> int:
     return right_batch(mean_noise(phases), cost, quantum).time.batch
 
 
-def stages(phases, objective, cost, quantum, block):
+def stages_of(phases, objective, cost, quantum, block) -> list:
     """The best schedule in at most STAGES stages of equal progress: [{"tokens": where it starts, "batch", "steps"}]. Within a
     stage its mean noise scale decides, so each has the best constant batch that it can have."""
     done, groups = 0.0, [[] for _ in range(STAGES)]
     whole = gns.fewest(at(phases))[0]
     for phase in phases:
-        own = phase.steps * gns.progress(phase.batch, phase.noise.value)
-        groups[min(STAGES - 1, int(STAGES * (done + own / 2) / whole))].append(phase)
-        done += own
-    found, tokens = [], 0.0
+        progress = phase.steps * gns.progress(phase.batch, phase.noise.value)
+        groups[min(STAGES - 1, int(STAGES * (done + progress / 2) / whole))].append(phase)
+        done += progress
+    stages, tokens = [], 0.0
     for group in filter(None, groups):
         batch = getattr(right_batch(mean_noise(group), cost, quantum), objective).batch
         steps = gns.equivalent_steps(at(group), batch)
-        if found and found[-1]["batch"] == batch:
-            found[-1]["steps"] += steps
+        if stages and stages[-1]["batch"] == batch:
+            stages[-1]["steps"] += steps
         else:
-            found.append({"tokens": tokens, "batch": batch, "steps": steps})
+            stages.append({"tokens": tokens, "batch": batch, "steps": steps})
         tokens += steps * batch * block
-    return found
+    return stages
 
 
-def price(phases, batch_at, block, cost):
+def price(phases, batch_at, block, cost) -> dict:
     """{"steps", "tokens", "seconds"} of a schedule, batch_at(tokens), for the same progress, phase by phase."""
     tokens = steps = seconds = 0.0
     for phase in phases:
@@ -336,12 +271,12 @@ def price(phases, batch_at, block, cost):
     return {"steps": steps, "tokens": tokens, "seconds": seconds if cost else None}
 
 
-def schedule_at(found):
+def schedule_at(stages):
     """batch_at(tokens) of stages."""
-    return lambda tokens: next(s["batch"] for s in reversed(found) if s["tokens"] <= tokens)
+    return lambda tokens: next(s["batch"] for s in reversed(stages) if s["tokens"] <= tokens)
 
 
-def own(phases, block, cost):
+def taken_by_run(phases, block, cost) -> dict:
     """What the run itself took, by the log and, in seconds, by the cost of its steps."""
     return {"batch_low": min(p.batch for p in phases), "batch_high": max(p.batch for p in phases),
             "steps": sum(p.steps for p in phases), "tokens": sum(p.steps * p.batch for p in phases) * block,
@@ -349,26 +284,26 @@ def own(phases, block, cost):
             "seconds_taken": sum(p.seconds for p in phases)}
 
 
-def lost(phases, cost, quantum, block):
+def lost(phases, cost, quantum, block) -> dict:
     """{what: {share, low, high}}: how much more the run's own schedule took than the best one; below zero it took less. Ranges
     are over the corners of the noise scale's and the step cost's intervals, the best batch chosen anew in each."""
     def more(end, t0, t1):
-        those = [dataclasses.replace(p, noise=Noise(*3 * [getattr(p.noise, end)])) for p in phases]
+        sure = [dataclasses.replace(p, noise=Noise(*3 * [getattr(p.noise, end)])) for p in phases]
         there = Cost((t0,) * 3, (t1,) * 3, "") if t1 else None
-        mine = own(those, block, there)
-        found = {"tokens": mine["tokens"] / (gns.equivalent_steps(at(those), quantum) * quantum * block) - 1}
+        taken = taken_by_run(sure, block, there)
+        shares = {"tokens": taken["tokens"] / (gns.equivalent_steps(at(sure), quantum) * quantum * block) - 1}
         if there:
-            batch = fastest_constant(those, there, quantum)
-            found["time"] = mine["seconds"] / (gns.equivalent_steps(at(those), batch) * there.step(batch)[0]) - 1
-            plan = stages(those, "time", there, quantum, block)
-            found["time_schedule"] = mine["seconds"] / sum(s["steps"] * there.step(s["batch"])[0] for s in plan) - 1
-        return found
+            batch = fastest_constant(sure, there, quantum)
+            shares["time"] = taken["seconds"] / (gns.equivalent_steps(at(sure), batch) * there.step(batch)[0]) - 1
+            stages = stages_of(sure, "time", there, quantum, block)
+            shares["time_schedule"] = taken["seconds"] / sum(s["steps"] * there.step(s["batch"])[0] for s in stages) - 1
+        return shares
     costs = [(cost.fixed[i], cost.per_sequence[j]) for i, j in ((0, 0), (1, 2), (2, 1))] if cost else [(0.0, 0.0)]
     corners = [more(end, *pair) for pair in costs for end in ENDS]
     return {what: dict(zip(("share", "low", "high"), ordered(*(c[what] for c in corners)))) for what in corners[0]}
 
 
-def deadline(phases, seconds, cost, quantum, block, rate=None):
+def deadline(phases, seconds, cost, quantum, block, rate=None) -> dict:
     """The batch that reaches the loss within `seconds` with the fewest tokens, which is the smallest that does, or, where there
     is none, the fastest."""
     steps, examples = gns.fewest(at(phases))
@@ -379,55 +314,42 @@ def deadline(phases, seconds, cost, quantum, block, rate=None):
     return {"within": seconds, "possible": possible, **row}
 
 
-def default_batches(phases, noise, best, quantum):
-    """From the smallest to far above everything of interest, doubling."""
-    top = 4 * max([noise.value, max(p.batch for p in phases), *([best] if best else [])])
-    found = [quantum]
-    while found[-1] < top and len(found) < 16:
-        found.append(2 * found[-1])
-    return found
-
-
 # -- all of it
 
 
-def predict(run, machine, to_loss=None, batches=None, rate=None):
-    """(result, phases): what whatif.py shows, as plain values. batches: those of the table. rate: money per second."""
+def predict(run: Run, machine: Machine, to_loss=None, batches=None, rate=None):
+    """(result, phases): what whatif.py shows, as plain values. batches: those of the table, by default from the smallest to far
+    above everything of interest, doubling. rate: money per second."""
     key = noise_key(run)
-    values, _ = noise_values(run.steps, key)
     loss, kind, until = target(run, to_loss)
-    found = phases(run, values, until)
-    known = [triple(row, key) is not None for row in run.steps][:1 + sum(row["step"] < until for row in run.steps)]
+    phases = phases_of(run, key, until)
+    known = [noise_of(row, key) is not None for row in run.steps][:1 + sum(row["step"] < until for row in run.steps)]
     cost, quantum, block = machine.cost, machine.quantum, run.block
-    mean = mean_noise(found)
+    mean, last = mean_noise(phases), phases[-1].noise
     right = right_batch(mean, cost, quantum)
-    batches = batches or default_batches(found, mean, cost and right.time.batch, quantum)
-    fits = machine.measured or min(p.batch for p in found) >= quantum  # below, the cost of a step is another
-    mine = own(found, block, cost if fits else None)
+    top = 4 * max(mean.value, right.time.batch if cost else 0, *(p.batch for p in phases))
+    batches = batches or [quantum * 2**i for i in range(16) if i == 0 or quantum * 2 ** (i - 1) < top]
+    fits = machine.measured or min(p.batch for p in phases) >= quantum  # below, the cost of a step is another
     result = {"run": run.folder, "loss": loss, "loss_kind": kind, "at_the_end": at_the_end(run, until), "assumes": TUNED,
-              "rows": [row_at(found, b, block, cost, rate) for b in batches],
-              "step_time": step_time(cost), "right_batch": right.numbers(),
-              "right_batch_at_the_end": right_batch(found[-1].noise, cost, quantum).numbers(),
+              "rows": [row_at(phases, b, block, cost, rate) for b in batches],
+              "step_time": ({**cost.milliseconds(), "source": cost.source} if cost else
+                            {"fixed_ms": None, "per_sequence_ms": None}),
+              "right_batch": right.numbers(), "right_batch_at_the_end": right_batch(last, cost, quantum).numbers(),
               "noise": {"key": key, "rows": len(known), "determined": sum(known), **named("mean", mean.triple),
-                        "lowest": min(p.noise.value for p in found), "highest": max(p.noise.value for p in found),
-                        "at_the_end": found[-1].noise.value},
-              "own": mine, "lost": lost(found, cost, quantum, block) if fits else None,
+                        "lowest": min(p.noise.value for p in phases), "highest": max(p.noise.value for p in phases),
+                        "at_the_end": last.value},
+              "own": taken_by_run(phases, block, cost if fits else None),
+              "lost": lost(phases, cost, quantum, block) if fits else None,
               "machine": {"devices": machine.devices, "quantum": quantum, "measured": machine.measured}}
     if cost:
-        best = stages(found, "time", cost, quantum, block)
-        result["best_constant"] = row_at(found, fastest_constant(found, cost, quantum), block, cost, rate)
-        result["best_schedule"] = {"stages": best, **price(found, schedule_at(best), block, cost)}
-    return result, found
+        stages = stages_of(phases, "time", cost, quantum, block)
+        result["best_constant"] = row_at(phases, right.time.batch, block, cost, rate)
+        result["best_schedule"] = {"stages": stages, **price(phases, schedule_at(stages), block, cost)}
+    return result, phases
 
 
 def of_run(folder):
     """(result, run, phases) of a run on its own machine."""
     run = read(folder)
-    result, found = predict(run, Machine(run.devices, run.micro, step_cost(run), True))
-    return result, run, found
-
-
-def step_time(cost):
-    if cost is None:
-        return {"fixed_ms": None, "per_sequence_ms": None}
-    return {**cost.milliseconds(), "source": cost.source}
+    result, phases = predict(run, Machine(run.devices, run.micro, step_cost(run), True))
+    return result, run, phases

@@ -251,9 +251,14 @@ class Run:
         self.out.write(row)
         to_go = self.step.tokens_to_factor()
         right = right_batch(noise, cost, row["batch_size"] // row["accum"]).time.batch if noise and cost else None
-        self.out.say(summary.describe(row, self.config, right, max(0, self.end - row["tokens"]) * seconds_per_token,
+        self.out.say(summary.describe(row, self.config, noise, right, max(0, self.end - row["tokens"]) * seconds_per_token,
                                       to_go and to_go * seconds_per_token, self.out.columns))
         self.look_for_blow_up(row["train/loss"])
+
+    def draw(self):
+        """The path of the run's picture, or why there is none."""
+        from plots import report, style  # matplotlib is slow to import
+        return style.attempt(report.draw, self.config.out_dir)
 
     def look_for_blow_up(self, loss):
         """Weights may blow up without a value that is not finite: said once, and again after a recovery."""

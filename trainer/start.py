@@ -25,7 +25,7 @@ from data import tokens
 from rightbatch.kernels import cpp
 from system import files
 from system.errors import ConfigError, explain, short
-from trainer import checkpoint, hardware, huggingface, log
+from trainer import checkpoint, hardware, huggingface, log, points
 
 OUT, LATEST = "out", "latest"
 NAME_LENGTH = 60  # characters of a run's folder: what is longer says "more", and config.json has it
@@ -219,7 +219,7 @@ def name_part(value):
     elif isinstance(value, tuple):
         value = ",".join(map(str, value))
     elif isinstance(value, int) and not isinstance(value, bool):
-        value = next((f"{value // size}{letter}" for letter, size in reversed(schedule.SUFFIXES.items())
+        value = next((f"{value // size}{letter}" for letter, size in reversed(points.SUFFIXES.items())
                       if value and value % size == 0), value)
     return re.sub(r"[^A-Za-z0-9._+,-]", "_", str(value))
 

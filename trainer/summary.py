@@ -11,7 +11,8 @@ import ln_kernel
 import schedule
 from system import terminal
 from system.errors import ConfigError, explain
-from trainer import advice, log, noise_scale
+from trainer import advice, log, reader
+from trainer.step import metric_of_run
 
 
 def opening(run, parameters):
@@ -36,7 +37,8 @@ def opening(run, parameters):
         yield data.assumed
     if not run.rng_restored and config.dropout > 0:
         yield "the checkpoint is from another number of processes: dropout draws anew from here, by seed, step and rank"
-    if noise_scale.key(config) and noise_scale.metric(config) != config.gns_metric:
+    measured = config.gns == "exact" or (config.gns == "norm" and config.gns_calibrate)
+    if measured and metric_of_run(config) != config.gns_metric:
         yield ("The run goes by the plain noise scale: Adam's metric of the whole model needs gns_adam, optimizer='adamw' and "
                "parallel='ddp'.")
     if config.gns_adam and config.gns != "off" and not step.measures_adam:
@@ -66,13 +68,13 @@ def stopped(run, number):
             f"{shlex.quote(run.config.out_dir)}")
 
 
-def describe(row, config, right, seconds_left, calibrating=None, columns=None):
-    """The line of a logged step. right: the right batch for time, None while it is not known. calibrating: seconds until the
-    noise scale is known, roughly. In a narrow terminal what ranks highest is left out first."""
+def describe(row, config, noise, right, seconds_left, calibrating=None, columns=None):
+    """The line of a logged step. noise: the Noise that the run goes by; right: the right batch for time; None while not known.
+    calibrating: seconds until the noise scale is known, roughly. In a narrow terminal what ranks highest is left out first."""
     fields = [(3, f"step {row['step']:>6}"),
               (0, f"{log.count(row['tokens']):>6} tok {min(1, row['tokens'] / config.max_tokens):4.0%}"),
               (0, f"loss {row['train/loss']:.4f}"), (0, f"batch {row['batch_size']:>3}"),
-              (0, f"{noise_words(row, config, calibrating):<22}"), *([(1, f"right {right:<3}")] if right else []),
+              (0, f"{noise_words(row, config, noise, calibrating):<22}"), *([(1, f"right {right:<3}")] if right else []),
               (2, f"{log.count(row['tok_per_sec']):>5} tok/s"), (4, f"mfu {row['mfu']:3.0%}"),
               (0, f"{log.duration(seconds_left)} left")]
     if row["bad_steps"]:
@@ -80,15 +82,15 @@ def describe(row, config, right, seconds_left, calibrating=None, columns=None):
     return terminal.fitted(fields, columns)
 
 
-def noise_words(row, config, calibrating=None):
-    """The noise scale of a row, or why there is none. The norm layers' own is called so: it is not a batch to take."""
-    found, own = noise_scale.of(row), noise_scale.read(row, "gns/norm")
+def noise_words(row, config, noise, calibrating=None):
+    """The noise scale, or why there is none. The norm layers' own is called so: it is not a batch to take."""
     if config.gns == "off":
         return "gns off"
-    if found:
-        return "gns {:.3g} [{:.3g}, {:.3g}]".format(*found)
-    if own and not config.gns_calibrate:
-        return "norm layers {:.3g} [{:.3g}, {:.3g}]".format(*own)
+    if noise:
+        return f"gns {noise}"
+    norm = reader.noise_of(row, "gns/norm")
+    if norm and not config.gns_calibrate:
+        return f"norm layers {norm}"
     if config.gns == "norm" and not has_factor(row):
         return "gns calibrating" + (f", ~{log.duration(calibrating)}" if calibrating is not None else "")
     return "gns undetermined"
@@ -120,22 +122,23 @@ def stopped_early(run):
             f"(stop_tokens={config.stop_tokens}); resume with: python train.py {shlex.quote(config.out_dir)}")
 
 
-def last_words(run, signal_number):
+def last_words(run, signal_number, picture):
     if not run.over:
         return stopped(run, signal_number)
     early = run.count.tokens < run.config.max_tokens
-    return closing(run.config) + (f"\n{stopped_early(run)}" if early else "")
+    return closing(run.config, picture) + (f"\n{stopped_early(run)}" if early else "")
 
 
-def finished(run):
+def finished(run, picture):
+    """Of a run that has nothing left to do."""
     if run.count.tokens < run.config.max_tokens:
         return stopped_early(run)
     done = f"{run.config.out_dir} is finished: {log.count(run.count.tokens)} tokens in {run.count.step} steps"
-    return f"{done}\n{closing(run.config)}"
+    return f"{done}\n{closing(run.config, picture)}"
 
 
-def closing(config):
-    """The last words of a run, and its picture."""
+def closing(config, picture):
+    """The last words of a run. picture: its path, or why there is none."""
     try:
         rows = log.read(config.out_dir)
     except (ConfigError, OSError) as e:  # the run itself is whole
@@ -143,15 +146,11 @@ def closing(config):
     steps = log.steps(rows)
     if not steps:
         return f"{config.out_dir}: no step was logged (log_interval={config.log_interval})."
-    from plots import report, style  # matplotlib is slow to import
-    picture = style.attempt(report.draw, config.out_dir)
     right = advice.right_batch(config.out_dir)
     timed = any(line.startswith("Right batch for time") for line in right)
-    lines = ["", result_summary(rows, steps), *right, *noise_summary(steps, config, timed),
-             schedule_summary(rows, steps, config)]
-    lines += [f"Picture: {picture}", f"Text: python sample.py {config.out_dir}",
-              f"Other batches: python whatif.py {config.out_dir}"]
-    return "\n".join(lines)
+    return "\n".join(["", result_summary(rows, steps), *right, *noise_summary(steps, config, timed),
+                      schedule_summary(rows, steps, config), f"Picture: {picture}", f"Text: python sample.py {config.out_dir}",
+                      f"Other batches: python whatif.py {config.out_dir}"])
 
 
 def result_summary(rows, steps):
@@ -168,11 +167,11 @@ def noise_summary(steps, config, timed=False):
         return ["The noise scale was not measured (gns=off)."]
     if config.batch_size == 1:
         return ["A step of one example has no noise scale: give batch_size=2 or more to measure it."]
-    if noise_scale.key(config) is None:
-        own = noise_scale.read(steps[-1], "gns/norm")
-        return ["The norm layers' noise scale is " + ("{:.3g} [{:.3g}, {:.3g}]".format(*own) if own else "undetermined")
-                + ". The whole model's is proportional to it, not equal: gns_calibrate=True measures the factor."]
-    known = [row for row in steps if noise_scale.of(row) and noise_scale.of(row)[0] > 0]
+    if config.gns == "norm" and not config.gns_calibrate:
+        norm = reader.noise_of(steps[-1], "gns/norm")
+        return [f"The norm layers' noise scale is {norm or 'undetermined'}. The whole model's is proportional to it, not "
+                "equal: gns_calibrate=True measures the factor."]
+    known = [(row, noise) for row in steps if (noise := reader.noise_of(row))]
     if not known and config.gns == "norm" and not has_factor(steps[-1]):
         return ["The noise scale is undetermined: the factor from the norm layers to the whole model was still being measured, "
                 "by one step in eight. A longer run has it."]
@@ -182,30 +181,30 @@ def noise_summary(steps, config, timed=False):
 
     def share(row):
         return row["tokens"] / steps[-1]["tokens"]
-    end = known[-1]
-    noise, low, high = noise_scale.of(end)
-    nearest = [min(known, key=lambda row: abs(share(row) - at)) for at in (0.25, 0.5, 0.75)]
-    on_the_way = {row["step"]: row for row in nearest if row is not end}.values()  # each once
-    path = "".join(f"{noise_scale.of(row)[0]:.3g} at {share(row):.0%} (batch {row['batch_size']}), " for row in on_the_way)
+    end, noise = known[-1]
+    nearest = [min(known, key=lambda pair: abs(share(pair[0]) - at)) for at in (0.25, 0.5, 0.75)]
+    on_the_way = {row["step"]: f"{there.value:.3g} at {share(row):.0%} (batch {row['batch_size']}), "
+                  for row, there in nearest if row is not end}.values()  # each once
     when = "the end" if end is steps[-1] else f"{share(end):.0%}, undetermined since"
-    lines = [f"Noise scale of {noise_scale.words(end)}, in sequences: {path}{noise:.3g} at {when} (95% interval {low:.3g} to "
-             f"{high:.3g}), {log.count(noise * config.block_size)} tokens. The batch of {end['batch_size']} there is "
-             f"{verdict(end['batch_size'], noise, low, high, timed)}."]
+    lines = [f"Noise scale of {noise.of}, in sequences: {''.join(on_the_way)}{noise.value:.3g} at {when} (95% interval "
+             f"{noise.low:.3g} to {noise.high:.3g}), {log.count(noise.value * config.block_size)} tokens. The batch of "
+             f"{end['batch_size']} there is {verdict(end['batch_size'], noise, timed)}."]
     if config.gns == "norm":
-        suffix = "_adam" if noise_scale.metric(config) == "adam" else ""
-        factor, low, high = noise_scale.read(end, f"gns/calibration{suffix}")
+        suffix = "_adam" if metric_of_run(config) == "adam" else ""
+        factor = reader.noise_of(end, f"gns/calibration{suffix}")
         lines.append(f"It is the norm layers' {end[f'gns/norm{suffix}']:.3g}{' in that metric' if suffix else ''} times "
-                     f"{factor:.2f} (95% interval {low:.2f} to {high:.2f}), measured by sampled rows on the way.")
+                     f"{factor.value:.2f} (95% interval {factor.low:.2f} to {factor.high:.2f}), measured by sampled rows on "
+                     "the way.")
     return lines
 
 
-def verdict(B, noise, low, high, timed=False):
+def verdict(B, noise, timed=False):
     """Where a batch lies beside the noise scale, and what that means (steps go as (B + N)/B, tokens as B + N). timed: which
     batch is faster stands above."""
-    if B > high:
-        return f"above its interval, {B / noise:.1f} times the noise scale: a smaller batch would learn more per token"
-    if B < low:
-        tokens = (2 * B + noise) / (B + noise)
+    if B > noise.high:
+        return f"above its interval, {B / noise.value:.1f} times the noise scale: a smaller batch would learn more per token"
+    if B < noise.low:
+        tokens = (2 * B + noise.value) / (B + noise.value)
         return (f"below its interval: twice the batch would take {tokens / 2:.2f} times the steps and {tokens:.2f} times the "
                 f"tokens{'; which is faster here is said above' if timed else ''}")
     return "inside its interval: tokens and steps are balanced"
@@ -217,17 +216,15 @@ def schedule_summary(rows, steps, config):
     text = f"The schedule ({config.batch_schedule}) " + (
         f"kept the batch at {last}" if all(r["batch_size"] == last for r in steps) else
         f"took the batch from {first} to {last}")
-    every = known = above = below = 0  # tokens: all, with a noise scale, in batches above and below its interval
-    before = 0 if rows[0] is steps[0] else rows[0]["tokens"]
-    for row in steps:
-        tokens, B, found = row["tokens"] - before, row["batch_size"], noise_scale.of(row)
-        before = row["tokens"]
-        every += tokens
-        if found:
-            known, above, below = known + tokens, above + tokens * (B > found[2]), below + tokens * (B < found[1])
+    start = 0 if rows[0] is steps[0] else rows[0]["tokens"]
+    known = [(row["tokens"] - before, row["batch_size"], noise) for before, row in
+             zip([start, *(r["tokens"] for r in steps)], steps) if (noise := reader.noise_of(row))]
     if known:
-        text += (f"; the noise scale was known for {known / every:.0%} of its tokens, of which {above / known:.0%} were read "
-                 f"in batches above its interval and {below / known:.0%} below")
+        tokens = sum(read for read, *_ in known)
+        above, below = (sum(read for read, B, noise in known if side(B, noise)) / tokens for side in (
+            lambda B, noise: B > noise.high, lambda B, noise: B < noise.low))
+        text += (f"; the noise scale was known for {tokens / (steps[-1]['tokens'] - start):.0%} of its tokens, of which "
+                 f"{above:.0%} were read in batches above its interval and {below:.0%} below")
     if schedule.kind(config).measured:
         moves = [(r["event"].split(":")[0].removeprefix("batch "), r["tokens"]) for r in rows
                  if r.get("event", "").startswith("batch ") and " -> " in r["event"]]

@@ -26,7 +26,7 @@ import schedule
 from rightbatch.common import named
 from system import files
 from system.errors import ConfigError, one_line
-from trainer import checkpoint, log, log_keys, noise_scale, predict
+from trainer import checkpoint, log, log_keys, predict, reader
 
 PROJECT = "rightbatch"
 INIT_TIMEOUT = 10  # seconds to wait for the server before the run goes offline
@@ -191,9 +191,9 @@ def summary(out_dir):
     numbers = {"val_loss_best": min(losses), "val_loss_final": losses[-1]} if losses else {}
     if steps:
         numbers |= {"steps": steps[-1]["step"], "tokens": steps[-1]["tokens"], "hours": steps[-1]["seconds"] / 3600}
-    known = next((r for r in reversed(steps) if noise_scale.of(r)), None)
-    if known:
-        numbers |= named("noise_scale", noise_scale.of(known)) | {"noise_scale_of": noise_scale.words(known)}
+    noise, _ = reader.newest_noise(steps)
+    if noise:
+        numbers |= named("noise_scale", noise.triple) | {"noise_scale_of": noise.of}
     with contextlib.suppress(ConfigError):
         right = predict.of_run(out_dir)[0]["right_batch"]
         numbers |= {"right_batch_for_tokens": right["tokens"]}
@@ -222,6 +222,7 @@ def known_id(out_dir):
 
 
 def main(argv=None):
+    from plots import report, style
     from trainer import summary as closing
     argv = sys.argv[1:] if argv is None else argv
     if len(argv) != 1 or argv[0].startswith("-"):
@@ -231,7 +232,8 @@ def main(argv=None):
     config.out_dir = argv[0]
     with files.only_writer(argv[0], ConfigError):
         rows = log.read(argv[0])
-        return int(not WandbLog(config, known_id(argv[0]), rows).close(closing.closing(config)))
+        words = closing.closing(config, style.attempt(report.draw, argv[0]))
+        return int(not WandbLog(config, known_id(argv[0]), rows).close(words))
 
 
 if __name__ == "__main__":
