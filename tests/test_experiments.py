@@ -132,7 +132,7 @@ def test_the_step_cost_experiment_compares_predicted_and_taken_times(tmp_path, m
         monkeypatch.setattr(step_cost, name, value)
     # all in this process
     monkeypatch.setattr(step_cost.hosts, "train", lambda name, settings: train.main(as_args(settings)))
-    monkeypatch.setattr(train.summary, "closing", lambda config: "")
+    monkeypatch.setattr(train.Run, "draw", lambda run: "")
     monkeypatch.setattr(step_cost.tools, "process", lambda command, name, env: sweep.main(command[2:]))
     monkeypatch.setattr(trial, "run", lambda spec: {"status": "ok", **trial.measure(spec)})
     shape = ["--n_layer=1", "--n_embd=16", "--n_head=1", f"--dataset={tiny_data}", "--dtype=float32"]
