@@ -147,7 +147,7 @@ def worked(rows):
 
 
 def table(rows, columns):
-    """Text of trials; columns {head: cell of a row that worked}, of which the first and those in WHAT every row has."""
+    """Text of trials; columns {head: its cell of a row}. A trial that did not work shows what it was (WHAT), and its status."""
     cells = [(*columns, "")]
     for r in rows:
         ok = r["status"] == "ok"
