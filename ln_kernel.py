@@ -26,6 +26,7 @@ B examples, C channels, rows = all dimensions but the last flattened, T = rows /
 """
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -194,7 +195,8 @@ class _Norm(torch.autograd.Function):
 
 
 # Function.apply without its look for functorch transforms, which this function does not have rules for anyway
-_apply = super(torch.autograd.Function, _Norm).apply
+_below: Any = super(torch.autograd.Function, _Norm)
+_apply = _below.apply
 
 
 # ---- the same as one pair of custom ops, opaque to torch.compile: no graph break. An op cannot return None, nor a tensor twice
@@ -239,9 +241,9 @@ def _(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, branch_dtype
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, _, rms, _, ctx.impl = inputs
+    x, branch, weight, bias, probe, metric, _, rms, _, ctx.impl = inputs
     total, _, stats = output
-    _keep(ctx, *tensors, rms, total, stats)
+    _keep(ctx, x, branch, weight, bias, probe, metric, rms, total, stats)
 
 
 def _op_backward(ctx, dtotal, dy, _):

@@ -22,6 +22,7 @@ arguments alone, so it comes out the same on every process and after a resume.
 import math
 import os
 import time
+from collections.abc import Callable
 
 import gns
 from rightbatch.decision import right_batch
@@ -31,9 +32,9 @@ from trainer.points import parse_file, parse_steps
 
 class Schedule:
     """What the trainer, the planner and the checks ask. Of the class, before there is a run: keys, fixed, measured, sizes and
-    check. Of a schedule in a run: the rest, and at(tokens), which each class has: the effective batch of the step that starts
-    there, a multiple of the quantum."""
+    check. Of a schedule in a run: the rest."""
 
+    at: Callable[[int], int]  # tokens -> the effective batch of the step that starts there, a multiple of the quantum
     keys = ("batch_size",)  # config keys that hold a batch, so a multiple of the quantum
     fixed = ()  # keys that a resume may change in general, but not with this schedule
     measured = False  # batches follow from what the run measures: nobody knows them beforehand
@@ -57,10 +58,6 @@ class Schedule:
     def learning_rate(self, tokens, after):
         """Of the step from `tokens` to `after`, for the reference batch."""
         return learning_rate_at(after, self.config)
-
-    def at(self, tokens: int) -> int:
-        """The batch of the step that starts there."""
-        raise NotImplementedError
 
     def start(self):
         """Called once, at the start of a run that has no saved state."""

@@ -96,7 +96,7 @@ def simultaneous(g: Tensor, x: Tensor, p: Tensor | None = None, idx: Tensor | No
         elif not in_place:
             for c_b in c:
                 out += c_b
-        if idx is not None:
+        if idx is not None and picked is not None:
             at = idx[b0:b1] - r0  # in this piece; rows of others add zero
             rows = c[torch.arange(b1 - b0, device=c.device)[:, None], at.clamp(0, r1 - r0 - 1)]
             picked[b0:b1] += rows.masked_fill_(((at < 0) | (at >= r1 - r0))[..., None], 0)
@@ -151,7 +151,8 @@ def weight_grad(g: Tensor, x: Tensor, p: Tensor | None, idx: Tensor | None) -> t
     tracing would unroll the one and undo the other. Eager mode skips the dispatcher."""
     if torch.compiler.is_compiling():
         return weight_grad_op(g, x, p, idx)
-    if p is None and cheaper_method(*x.shape[1:], g.shape[2]) == "gram":
+    _, T, C = x.shape
+    if p is None and cheaper_method(T, C, g.shape[2]) == "gram":
         return gram(g, x, idx)
     return simultaneous(g, x, p, idx)
 

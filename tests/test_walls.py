@@ -1,8 +1,7 @@
-"""Which room may import which: one table. A room is a folder, or a file at the top level."""
+"""Which room may import which: one table. A room is a folder, or a file at the top level. And how long a file may be."""
 
 import ast
 import os
-import subprocess
 
 import pytest
 
@@ -37,8 +36,12 @@ OUTSIDE = ("experiments", "results", "tests")  # they may import every room, and
 
 
 def python_files():
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard", "*.py"], cwd=ROOT, capture_output=True, text=True)
-    return [path for path in listed.stdout.split() if os.path.exists(os.path.join(ROOT, path))]
+    """Paths of this repository's files: what a run or an environment leaves there is none."""
+    paths = []
+    for folder, inner, names in os.walk(ROOT):
+        inner[:] = [name for name in inner if not name.startswith(".") and name not in ("out", "wandb", "build")]
+        paths += [os.path.relpath(os.path.join(folder, name), ROOT) for name in names if name.endswith(".py")]
+    return sorted(paths)
 
 
 def module_of(path):
@@ -79,6 +82,14 @@ def test_a_room_imports_only_the_rooms_of_the_table(edges):
 
 def test_the_table_lists_every_room_and_no_other(edges):
     assert {room_of(module) for module in edges} == set(ALLOWED)
+
+
+def test_no_file_outside_of_the_tests_has_more_than_500_lines():
+    long = {}
+    for path in python_files():
+        with open(os.path.join(ROOT, path), encoding="utf-8") as f:
+            long |= {path: n} if (n := sum(1 for _ in f)) > 500 and room_of(module_of(path)) != "tests" else {}
+    assert long == {}
 
 
 def test_no_import_leads_back_to_where_it_began(edges):
