@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 
 import schedule
 from rightbatch.decision import OBJECTIVES
+from system import points
 from system.errors import ConfigError, short
-from trainer import points
 
 DEFAULT_FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "config", "quickstart.py")
 

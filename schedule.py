@@ -27,7 +27,7 @@ from collections.abc import Callable
 import gns
 from rightbatch.decision import right_batch
 from system import files
-from trainer.points import parse_file, parse_steps
+from system.points import parse_file, parse_steps
 
 
 class Schedule:

@@ -23,8 +23,8 @@ if __name__ == "__main__":
 
 from configurator import ConfigError
 from rightbatch.decision import OBJECTIVES
-from system import errors, output, terminal
-from trainer import advice, exports, machines, plan, points, predict, reader
+from system import errors, output, points, terminal
+from trainer import advice, exports, machines, plan, predict, reader
 
 # option: another that it is nothing without, and why
 NEEDS = {"budget": ("price", "of one device for one hour"), "mfu": ("kind", "whose peak it is a share of"),

@@ -21,8 +21,8 @@ from configurator import ConfigError
 from plots import style
 from sweeps import jobs
 from sweeps.common import number, short
-from system import files
-from trainer import checkpoint, log, points, reader
+from system import files, points
+from trainer import checkpoint, log, reader
 
 
 def arguments(parser):

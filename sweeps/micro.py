@@ -24,8 +24,8 @@ import time
 from configurator import ConfigError
 from plots import style
 from sweeps import common, trial
-from system import files, memory
-from trainer import batches, hardware, log, points
+from system import files, memory, points
+from trainer import batches, hardware, log
 
 OPTIONS = {"none": "", "block": ", checkpointed"}
 GROWTH = 0.02  # share of the peak that memory may differ by between accumulations: the allocator is not exact

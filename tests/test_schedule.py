@@ -14,8 +14,9 @@ import train
 from configurator import Config, ConfigError
 from rightbatch.decision import Cost, Noise
 from schedule import Controller, build, learning_rate_at
+from system import points
 from tests.helpers import ROOT, assert_same_run, untimed
-from trainer import checkpoint, log, plan, points, reader, start
+from trainer import checkpoint, log, plan, reader, start
 from trainer.step import metric_of_run
 
 

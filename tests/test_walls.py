@@ -14,7 +14,7 @@ ALLOWED = {
     "gns": (),
     "ln_kernel": ("rightbatch",),  # its kernels; inside functions, for rightbatch takes ln_kernel as a part of itself
     "rightbatch": ("gns", "ln_kernel"),
-    "schedule": ("gns", "rightbatch"),
+    "schedule": ("gns", "rightbatch", "system"),
     "configurator": ("rightbatch", "schedule", "system"),
     "config": (),
     "data": ("system",),

@@ -15,8 +15,9 @@ import train
 import whatif
 from configurator import ConfigError
 from rightbatch.decision import TUNED, Cost, Noise
+from system import points
 from tests.helpers import BLOCK, KEY, MICRO, RAMP, rewrite, write_run
-from trainer import exports, log, machines, points, predict, reader
+from trainer import exports, log, machines, predict, reader
 
 
 def ask(capsys, *args):

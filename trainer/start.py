@@ -23,9 +23,9 @@ import schedule
 from configurator import FIELDS, FREE, Config
 from data import tokens
 from rightbatch.kernels import cpp
-from system import files
+from system import files, points
 from system.errors import ConfigError, explain, short
-from trainer import checkpoint, hardware, huggingface, log, points
+from trainer import checkpoint, hardware, huggingface, log
 
 OUT, LATEST = "out", "latest"
 NAME_LENGTH = 60  # characters of a run's folder: what is longer says "more", and config.json has it
