@@ -327,15 +327,14 @@ def read_arguments(argv):
     return given, typed
 
 
-def joined(argv, others=()):
-    """The arguments with --key=value for each --key value, and --key=True for a switch that stands alone. others: keys that are
-    not in Config."""
+def joined(argv):
+    """The arguments with --key=value for each --key value, and --key=True for a switch that stands alone."""
     out, rest = [], list(argv)
     while rest:
         arg = rest.pop(0)
         name, eq, value = arg[2:].partition("=")
         name = name.replace("-", "_")
-        if not arg.startswith("--") or name not in FIELDS and name not in others:
+        if not arg.startswith("--") or name not in FIELDS:
             out.append(arg)
             continue
         follows = not eq and rest and not rest[0].startswith("--")

@@ -128,15 +128,12 @@ def draw(result, loaded, path):
     curves = {name: [curve(rows, result["loss"]) for rows in runs] for name, runs in loaded.items()}
     what = "Validation" if result["loss"] == "val" else "Smoothed training"
     draw_losses(loss_ax, curves)
-    loss_ax.set_title(f"{what} loss over tokens")
     loss_ax.axhline(result["target"], color="#888888", lw=1, ls=":")
     draw_less(less_ax, result)
-    less_ax.set(title=f"Fewer tokens to a loss than {result['first']} (%)", xlabel=f"{what.lower()} loss reached")
     draw_pareto(pareto_ax, result)
-    pareto_ax.set_title(f"What a loss of {result['target']:.3f} takes")
-    for ax in (loss_ax, less_ax, pareto_ax):
-        if ax.get_legend_handles_labels()[0]:
-            ax.legend()
+    style.dress(loss_ax, f"{what} loss over tokens", "tokens", "counts")
+    style.dress(less_ax, f"Fewer tokens to a loss than {result['first']} (%)", f"{what.lower()} loss reached")
+    style.dress(pareto_ax, f"What a loss of {result['target']:.3f} takes", "optimizer steps", ylabel="tokens")
     style.save(figure, path)
 
 
@@ -150,8 +147,7 @@ def draw_losses(ax, curves):
         ax.fill_between(tokens, losses.min(0), losses.max(0), color=color, alpha=0.2, lw=0)
     top = np.median(next(iter(curves.values()))[0]["loss"])
     bottom = min(r["loss"].min() for runs in curves.values() for r in runs)
-    ax.set(ylim=(bottom - 0.1 * (top - bottom), top + 1.5 * (top - bottom) + 1e-9), xlabel="tokens")
-    style.counts(ax.xaxis)
+    ax.set_ylim(bottom - 0.1 * (top - bottom), top + 1.5 * (top - bottom) + 1e-9)
 
 
 def draw_less(ax, result):
@@ -175,7 +171,6 @@ def draw_pareto(ax, result):
         if tokens:
             xerr, yerr = ([[v["mean"] - v["low"]], [v["high"] - v["mean"]]] for v in (steps, tokens))
             ax.errorbar(steps["mean"], tokens["mean"], xerr=xerr, yerr=yerr, fmt="o", ms=8, color=color, capsize=3, label=name)
-    ax.set(xlabel="optimizer steps", ylabel="tokens")
     ax.margins(0.25)
     style.counts(ax.xaxis)
     style.counts(ax.yaxis)
@@ -200,7 +195,6 @@ def draw_tradeoff(ax, fitted):
     for axis, scale in ((ax.xaxis, ax.set_xscale), (ax.yaxis, ax.set_yscale)):
         scale("log")
         style.decades(axis, log.count)
-    ax.legend()
 
 
 # -- the command

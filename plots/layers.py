@@ -85,10 +85,7 @@ def draw_phase(ax, rows):
 def draw_noise_scales(ax, rows, names, colors, title):
     for color, name in zip(colors, names):
         ax.plot(*series(rows, f"gns/{name}"), color=color, label=name.replace("_", " "), lw=2.4 if name == "total" else 1.5)
-    ax.set(title=title, xlabel="tokens", yscale="log")
-    style.plain(ax.yaxis)
-    style.counts(ax.xaxis)
-    ax.legend()
+    style.dress(ax, title, "tokens", "counts", "log")
 
 
 def draw_fit(ax, numbers, what, title):

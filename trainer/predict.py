@@ -120,8 +120,8 @@ def phases_of(run: Run, key: str, until: float) -> list[Phase]:
     start = run.rows[0] if "train/loss" not in run.rows[0] else {"step": 0, "tokens": 0}
     before = {"seconds": 0.0, **start}
     if start["step"] > 0:  # a branch: its clock went on from the run it left
-        before["seconds"] = max(run.steps[0].get("seconds", 0.0) - run.steps[0].get("dt_ms", 0.0) / 1e3
-                                * (run.steps[0]["step"] - start["step"]), 0.0)
+        first = run.steps[0]
+        before["seconds"] = max(first["seconds"] - first.get("dt_ms", 0.0) / 1e3 * (first["step"] - start["step"]), 0.0)
     count, noises, phases = len(run.steps), noise_values(run.steps, key), []
     every = math.ceil(count / PHASES)
     for i in range((count - 1) % every, count, every):
@@ -133,9 +133,8 @@ def phases_of(run: Run, key: str, until: float) -> list[Phase]:
         if share <= 0:
             break
         batch = (row["tokens"] - before["tokens"]) / (run.block * steps)
-        seconds = row.get("seconds", before["seconds"]) - before["seconds"]
-        phases.append(Phase(share * steps, batch, noises[i], share * seconds))
-        before = {"seconds": before["seconds"], **row}
+        phases.append(Phase(share * steps, batch, noises[i], share * (row["seconds"] - before["seconds"])))
+        before = row
     return phases
 
 

@@ -30,7 +30,7 @@ SMOOTHING = 0.02  # half-life of a smoothed training loss, as a share of the run
 class Run:
     folder: str
     rows: list  # all of the log
-    steps: list  # the logged steps among them, in order
+    steps: list  # the logged steps among them, in order (log.steps)
     config: dict
     facts: dict  # the rest of config.json
     block: int  # tokens in a sequence
@@ -44,7 +44,7 @@ class Run:
 
 def read(folder) -> Run:
     rows = load(folder)
-    steps = steps_of(rows) or no_step(folder)
+    steps = log.steps(rows) or no_step(folder)
     try:
         config, facts = configurator.read_facts(folder)
     except FileNotFoundError:
@@ -68,10 +68,6 @@ def load(folder) -> list:
 
 def no_step(folder):
     raise ConfigError(f"{folder}: its {log.NAME} has no logged step yet: wait for the first (log_interval steps)")
-
-
-def steps_of(rows) -> list:
-    return [row for row in rows if {"train/loss", "batch_size"} <= row.keys()]
 
 
 def series(rows, key):
