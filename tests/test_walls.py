@@ -22,7 +22,7 @@ ALLOWED = {
     "trainer": (*LIBRARY, "configurator", "data", "plots", "schedule", "system"),  # plots: a run's closing picture
     "train": (*LIBRARY, "configurator", "model", "schedule", "system", "trainer"),
     "plots": (*LIBRARY, "configurator", "model", "schedule", "system", "trainer"),
-    "sweeps": (*LIBRARY, "benchmarks", "configurator", "model", "plots", "schedule", "system", "train", "trainer"),
+    "sweeps": (*LIBRARY, "configurator", "model", "plots", "schedule", "system", "train", "trainer"),
     "benchmarks": (*LIBRARY, "configurator", "model", "schedule", "system", "trainer"),
     "whatif": (*LIBRARY, "configurator", "plots", "schedule", "system", "trainer"),
     "sample": ("data", "model", "system", "trainer"),
