@@ -164,9 +164,8 @@ class Config:
                            valid=NOT_NEGATIVE)
     branch_from: str = opt("", FREE, "a run folder: start from its checkpoint and settings, with another batch or learning "
                                       "rate")
-    resume: str = opt("False", FREE, "True goes on with the run in out_dir, or the newest of this name; auto does if there is "
-                                     "one",
-                      ("False", "True", "auto"))
+    resume: str = opt("False", FREE, "True goes on with the run in out_dir, or the newest of this name; auto does so if there "
+                                     "is one", ("False", "True", "auto"))
     wandb_log: bool = opt(False, FREE, "also log to wandb; offline, without asking, where there is no key")
     wandb_project: str = opt("", FREE, "wandb's project; empty = WANDB_PROJECT, or rightbatch")
     wandb_run_name: str = opt("", FREE, "wandb's run name; empty = WANDB_NAME, or the last part of out_dir")
@@ -339,7 +338,8 @@ def joined(argv):
             continue
         follows = not eq and rest and not rest[0].startswith("--")
         if not eq and is_switch(name):
-            eq, value = "=", rest.pop(0) if follows and rest[0].lower() in switch_words(name) else "True"
+            words = [*TRUE, *FALSE, *(choice.lower() for choice in FIELDS[name].metadata["choices"] or ())]
+            eq, value = "=", rest.pop(0) if follows and rest[0].lower() in words else "True"
         elif follows:
             eq, value = "=", rest.pop(0)
         out.append(f"--{name}{eq}{value}")  # without a value: read_arguments says so
@@ -349,10 +349,6 @@ def joined(argv):
 def is_switch(name):
     """Whether --key alone means True."""
     return name in FIELDS and (FIELDS[name].type is bool or "True" in (FIELDS[name].metadata["choices"] or ()))
-
-
-def switch_words(name):
-    return [*TRUE, *FALSE, *(choice.lower() for choice in FIELDS[name].metadata["choices"] or ())]
 
 
 def from_text(name, text):
@@ -382,10 +378,9 @@ def check(c, processes=1):
 
 def check_ranges(values, where=""):
     for name, f in FIELDS.items():
-        if f.metadata["valid"]:
-            test, expected = f.metadata["valid"]
-            if not test(values[name]):
-                raise ConfigError(f"{where}{name}={values[name]!r}: {expected}")
+        test, expected = f.metadata["valid"] or (lambda value: True, "")
+        if not test(values[name]):
+            raise ConfigError(f"{where}{name}={values[name]!r}: {expected}")
 
 
 def check_values(c):
