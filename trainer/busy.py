@@ -3,8 +3,8 @@ Other processes on the cores that this run computes on.
 
 A run's threads wait for each other many times in a step, and spin while they wait. Where another process has taken the core of
 one of them, the others spin for as long as it keeps it, and the run crawls. So a run looks what others use of its cores, once a
-second at most. As long as they do, its threads sleep while they wait. The number of threads stays, and with it the order of sums:
-every bit is the same.
+second at most. As long as they do, its threads sleep while they wait. The number of threads stays, and with it the order of
+sums: every bit is the same.
 
 How: libgomp, which torch's CPU builds bring, lets threads spin for a short moment only where it manages more of them than there
 are cores. IdleTeam makes it so: one more thread, with a team of its own, that does nothing.
