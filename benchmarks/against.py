@@ -30,6 +30,7 @@ from system import cores
 from trainer import hardware
 
 LEARNING_RATE, BETAS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 0.1, 1.0  # as ours
+TURN_SECONDS = 1.0  # of a side, before the other one's turn
 LOSS_STEPS = 5  # the losses of so many steps from the same weights are compared
 LOSS_TOLERANCE = 1e-4  # nats: rounding gives 1e-6; a wrong weight, mask or scale 1e-2 and more
 NAMES = {"wte": "transformer.wte", "wpe": "transformer.wpe", "h": "transformer.h", "ln_f": "transformer.ln_f",
@@ -117,7 +118,7 @@ def worker():
     return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
 
 
-def compare(name, path, dtype, threads, seconds, rounds, turn_seconds=1.0):
+def compare(name, path, dtype, threads, seconds, rounds):
     """Tokens/s of both sides over rounds of one turn each, and the losses of the first steps."""
     shape, micro = MODELS[name]
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
@@ -137,8 +138,8 @@ def compare(name, path, dtype, threads, seconds, rounds, turn_seconds=1.0):
             for side, own in workers.items():
                 own.submit(start, side, shape, micro, weights, path, dtype, threads).result()
             losses = {side: run(side, 0, LOSS_STEPS)[1] for side in SIDES}
-            steps = max(1, round(turn_seconds / max(run(side, LOSS_STEPS, 1)[0] for side in SIDES)))
-            samples = interleave({side: turns(side) for side in SIDES}, seconds, rounds)
+            steps = max(1, round(TURN_SECONDS / max(run(side, LOSS_STEPS, 1)[0] for side in SIDES)))
+            samples = interleave({side: turns(side) for side in SIDES}, seconds, rounds, warm_up=0)  # they have run
         except BrokenProcessPool:
             raise ConfigError("a benchmark process was killed: probably for want of memory") from None
     apart = max(abs(a - b) for a, b in zip(losses["ours"], losses["theirs"]))

@@ -161,6 +161,7 @@ def test_whole_processes_are_timed_by_their_own_words_without_the_first_steps(ti
 def test_against_times_both_in_turns_and_tells_whether_the_losses_agree(tiny_models, tmp_path, monkeypatch, capfd, scale, code):
     if code:  # threads in place of processes, which once is enough to start
         monkeypatch.setattr(against, "worker", lambda: ThreadPoolExecutor(1))
+    monkeypatch.setattr(against, "TURN_SECONDS", 0)  # one step a turn
     (tmp_path / "model.py").write_text(STAND_IN.replace("SCALE", scale))
     report = run_against(tmp_path, monkeypatch, code)
     row = report["models"]["tiny"]
