@@ -1,5 +1,5 @@
 # make train: everything from nothing to a trained GPT, its noise scale and a picture.
-# make check: linter and the tests that are quick, in two minutes.  make test: all tests and the linter.
+# make check: linter, types and the tests that are quick, in two minutes.  make test: linter, types and all tests.
 # make requirements: do the pinned packages install on a stock Linux machine?  make attack: the long attack, a thousand cases.
 # make gpu: whether all works on this machine's GPU, and how fast.
 PYTHON ?= python3
@@ -19,6 +19,7 @@ test: lint
 
 lint: .venv/ready-test
 	$(BIN)/python -m ruff check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
 
 requirements: .venv/ready-test
 	RIGHTBATCH_RESOLVE=1 $(BIN)/python -m pytest -q -k "requirement or pinned" tests/test_package.py

@@ -153,10 +153,11 @@ def ref_backward(dtotal: Tensor | None, dy: Tensor, x: Tensor, weight: Tensor, s
     elif not rms:
         c.append(torch.zeros_like(c[0]))
     dw, db = c[0].sum(0).to(weight.dtype), c[1].sum(0).to(weight.dtype) if has_bias else None
-    sq = [v.square().sum(-1) for v in c] if tracked else None
-    if tracked and metric is not None:
-        sq += [(v.square() * p).sum(-1) for v, p in zip(c, metric)]
-    return dx, None if branch_dtype is None else dx.to(branch_dtype), dw, db, torch.stack(sq) if tracked else None
+    sq = None
+    if tracked:
+        weighed = () if metric is None else [(v.square() * p).sum(-1) for v, p in zip(c, metric)]
+        sq = torch.stack([*(v.square().sum(-1) for v in c), *weighed])
+    return dx, None if branch_dtype is None else dx.to(branch_dtype), dw, db, sq
 
 
 # ---- autograd of the backends that have none of their own
@@ -226,9 +227,9 @@ def _(x, branch, weight, bias, probe, metric, eps, rms, out_dtype, impl):
 def norm_backward_op(dtotal: Tensor | None, dy: Tensor, x: Tensor, weight: Tensor, stats: Tensor, metric: Tensor | None,
                      rms: bool, has_bias: bool, tracked: bool, branch_dtype: torch.dtype | None,
                      impl: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    dx, dbranch, *rest = _backend(impl).backward(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, branch_dtype)
-    dbranch = None if branch_dtype == x.dtype else dbranch
-    return dx, *(x.new_empty(0) if g is None else g for g in (dbranch, *rest))
+    grads = _backend(impl).backward(dtotal, dy, x, weight, stats, metric, rms, has_bias, tracked, branch_dtype)
+    dx, dbranch, dw, db, sq = (x.new_empty(0) if g is None else g for g in grads)
+    return dx, x.new_empty(0) if branch_dtype == x.dtype else dbranch, dw, db, sq
 
 
 @norm_backward_op.register_fake

@@ -249,10 +249,10 @@ def test_a_run_gives_the_signals_back(tmp_path, tiny_args):
 def test_a_signal_saves_after_the_step_at_work_and_stops(tmp_path, tiny_args, monkeypatch, capsys, number):
     show, sent = Run.show, []
 
-    def shown(run, row):
-        show(run, row)
+    def shown(run, *numbers):
+        show(run, *numbers)
         if not sent:
-            sent.append(row["step"])
+            sent.append(run.logged.step)
             os.kill(os.getpid(), number)
     monkeypatch.setattr(Run, "show", shown)
     assert train.main(tiny_args(out_dir=tmp_path, checkpoint_tokens=10**6)) == 128 + number
