@@ -75,10 +75,10 @@ class Trials:
         self.args, self.speed, self.warmup = args, speed, warmup
         self.config = common.parse(args)
         self.device = hardware.pick_device(self.config.device)
-        self.vocab_size = batches.Dataset(self.config.dataset, self.config.block_size).vocab_size  # fails early, and here
         self.timeout, self.seconds = common.number(args, "timeout", 1), common.number(args, "seconds")
         self.within = common.number(args, "within")
         asked = parse_bytes(args.memory_limit) if args.memory_limit else None
+        self.vocab_size = batches.Dataset(self.config.dataset, self.config.block_size).vocab_size  # fails early, and here
         self.limit = asked or (int(0.8 * memory.available()) if self.device == "cpu" and memory.available() else None)
         self.folder = os.path.join(self.config.out_dir, "sweep", name)
         self.path = os.path.join(self.folder, common.NAME)
