@@ -9,34 +9,22 @@ kernel with the casts around it. FLOPs are those of the products that causal att
 backward. The ceiling is hardware.matmul_ceiling. Errors are root mean squares against float64, ours over torch's.
 """
 
+import functools
 import os
-import time
 
 import torch
 
-from benchmarks.tools import interleave, paired, peak_bytes, plain, spread, write_json
+from benchmarks.tools import PHASES, interleave, paired, peak_bytes, plain, spread, two_phases, write_json
 from rightbatch.kernels.attention import causal_attention, torch_attention
 from trainer import hardware
 
 SHAPES = [(8, 128, 4, 32), (12, 256, 6, 64), (1, 1024, 12, 64)]  # B, T, heads, size: quickstart, char, gpt_111m of bench.py
-PHASES = ("forward", "backward", "both")
 
 
 def arguments(parser):
     parser.add_argument("--threads", type=int, default=0, help="default: torch's")
     parser.add_argument("--seconds", type=float, default=10.0, help="per shape and dtype")
     parser.add_argument("--out", default="results/attention.json")
-
-
-def variant(attention, qkv, dy):
-    def run():
-        start = time.perf_counter()
-        y = attention(qkv)
-        middle = time.perf_counter()
-        torch.autograd.grad(y, qkv, dy)
-        end = time.perf_counter()
-        return {"forward": middle - start, "backward": end - middle, "both": end - start}
-    return run
 
 
 def variants_of(H, dtype):
@@ -59,7 +47,8 @@ def measure(B, T, H, D, dtype, seconds):
     qkv, dy = (torch.randn(B, T, n * H * D, generator=generator).to(dtype) for n in (3, 1))
     qkv.requires_grad_()
     attentions = variants_of(H, dtype)
-    runs = {name: variant(attention, qkv, dy) for name, attention in attentions.items()}
+    runs = {name: two_phases(functools.partial(attention, qkv), lambda y: torch.autograd.grad(y, qkv, dy), "cpu")
+            for name, attention in attentions.items()}
     before = hardware.matmul_ceiling("cpu", dtype)
     samples = interleave(runs, seconds)
     ceiling = max(before, hardware.matmul_ceiling("cpu", dtype))

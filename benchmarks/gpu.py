@@ -10,18 +10,13 @@ gpu.json, to be sent to us. Exit code 0: all passed, 1: something failed, 2: no 
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import itertools
-import json
 import math
-import os
 import shutil
-import signal
 import statistics
 import subprocess
-import sys
-import tempfile
-import time
 import traceback
 from unittest import mock
 
@@ -29,12 +24,12 @@ import torch
 import torch.nn.functional as F
 
 import ln_kernel
-from benchmarks import tools
-from configurator import ConfigError
+from benchmarks import gpu_runs, tools
+from benchmarks.tools import check
 from model import GPT, GPTConfig
 from rightbatch.kernels import head_loss
 from system import output
-from trainer import checkpoint, hardware, log
+from trainer import hardware
 
 
 @dataclasses.dataclass
@@ -51,7 +46,8 @@ class Setting:
     micro: int = 8
     rounds: int = 10
     training: dict = dataclasses.field(default_factory=lambda: dict(
-        max_tokens=400_000, stop=150_000, n_layer=4, n_embd=128, block_size=128, batch_size=32, micro_batch_size=4))
+        max_tokens=400_000, n_layer=4, n_embd=128, block_size=128, batch_size=32, micro_batch_size=4))
+    stop: int = 150_000   # tokens
     compile: tuple = ("False", "True")
     parallel: tuple = ("ddp", "fsdp")
     checkpointing: tuple = ("none", "block")
@@ -60,10 +56,6 @@ class Setting:
 def arguments(parser):
     parser.add_argument("--only", help=f"parts, by comma: {', '.join(PARTS)}; default: all")
     parser.add_argument("--out", default="gpu.json")
-
-
-def check(name, ok, **numbers):
-    return {"check": name, "ok": None if ok is None else bool(ok), **numbers}
 
 
 # ---- environment
@@ -82,17 +74,18 @@ def environment(s):
 
 # ---- kernels against ref in float64
 
-def results_of(impl, kind, x, branch, w, b, p, dtotal, dy, tracked=True):
-    """x + branch, its norm, and the gradients of x, branch, w(, b)(, probe)."""
-    rms = kind == "rms_norm"
-    leaves = [t.detach().clone().requires_grad_() for t in ((x, branch, w) if rms else (x, branch, w, b))]
-    (x, branch, w, b), kinds = (*leaves, None)[:4], 1 if rms else 2
-    probe = torch.zeros(2 * kinds, len(x), device=x.device, dtype=torch.promote_types(x.dtype, torch.float32),
-                        requires_grad=True) if tracked else None
+def results_of(impl, rms, x, branch, w, b, p, dtotal, dy, tracked=True):
+    """{name: x + branch, its norm, and the gradients of x, branch, w(, b)(, probe)}"""
+    leaves = {"dx": x, "dbranch": branch, "dw": w} | ({} if rms else {"db": b})
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in leaves.items()}
+    wide = torch.promote_types(x.dtype, torch.float32)
+    if tracked:
+        leaves["sq"] = torch.zeros(2 if rms else 4, len(x), device=x.device, dtype=wide, requires_grad=True)
     with torch.autocast(x.device.type, dy.dtype, enabled=x.dtype == torch.float32 and dy.dtype != x.dtype):
-        total, y = ln_kernel.norm(x, w, b, probe, p[:kinds], branch, rms, impl=impl)
-    grads = torch.autograd.grad([total, y], leaves + ([probe] if tracked else []), [dtotal, dy])
-    return [total.detach(), y.detach(), *grads]
+        total, y = ln_kernel.norm(leaves["dx"], leaves["dw"], leaves.get("db"), leaves.get("sq"), p[:1 if rms else 2],
+                                  leaves["dbranch"], rms, impl=impl)
+    grads = torch.autograd.grad([total, y], [*leaves.values()], [dtotal, dy])
+    return {"sum": total.detach(), "y": y.detach()} | dict(zip(leaves, grads))
 
 
 def inputs(s, shape, dtype):
@@ -106,34 +99,35 @@ def inputs(s, shape, dtype):
     return (random(*shape, to=stream), random(*shape, to=half), w, b, p, random(*shape, to=stream), random(*shape, to=half))
 
 
+LIMITS = {"sum": 1, "y": 8, "dx": 16, "dbranch": 16, "dw": 64, "db": 64, "sq": 128}   # sums over thousands of rows lose digits
+
+
+def error_of(found, truth):
+    """Over the largest number, in units of the last place of its dtype."""
+    rounding = max(torch.finfo(found.dtype).eps, torch.finfo(torch.float32).eps)
+    error = (found.double() - truth).abs().max().item() / (truth.abs().max().item() or 1.0) / rounding
+    return error if error == error else float("inf")
+
+
 def kernels(s):
-    """Errors are over the largest number of each result, in units of the last place of its dtype."""
-    for kind, dtype in itertools.product(("layer_norm", "rms_norm"), s.dtypes):
+    for rms, dtype in itertools.product((False, True), s.dtypes):
         worst = {}
         for shape in s.shapes:
             given = inputs(s, shape, dtype)
-            found = results_of("auto", kind, *given)
-            exact = results_of("ref", kind, *(t.double() for t in given))
-            names = ("sum", "y", "dx", "dbranch", "dw", "db")[:len(found) - 1] + ("sq",)
-            for name, got, truth in zip(names, found, exact, strict=True):
-                scale = truth.abs().max().item() or 1.0
-                rounding = max(torch.finfo(got.dtype).eps, torch.finfo(torch.float32).eps)
-                error = (got.double() - truth).abs().max().item() / scale / rounding
-                worst[name] = max(worst.get(name, 0.0), error if error == error else float("inf"))
-        # y and dx are rounded a few times; sums over thousands of rows lose more digits
-        limits = {"sum": 1, "y": 8, "dx": 16, "dbranch": 16, "dw": 64, "db": 64, "sq": 128}
-        yield check(f"{kind}, {dtype}: errors", all(e <= limits[n] for n, e in worst.items()),
+            found, exact = results_of("auto", rms, *given), results_of("ref", rms, *(t.double() for t in given))
+            worst = {name: max(worst.get(name, 0.0), error_of(found[name], exact[name])) for name in exact}
+        yield check(f"{'rms_norm' if rms else 'layer_norm'}, {dtype}: errors", all(e <= LIMITS[n] for n, e in worst.items()),
                     **{n: round(e, 2) for n, e in worst.items()})
     given = inputs(s, (3, 33, 77), "mixed" if "mixed" in s.dtypes else s.dtypes[0])
-    one, two, off = (results_of("auto", "layer_norm", *given, tracked=t) for t in (True, True, False))
-    yield check("the same bits twice", all(torch.equal(a, b) for a, b in zip(one, two)))
-    yield check("tracked = untracked", all(torch.equal(a, b) for a, b in zip(one, off)))
+    one, two, off = (results_of("auto", False, *given, tracked=t) for t in (True, True, False))
+    yield check("the same bits twice", all(torch.equal(one[name], two[name]) for name in one))
+    yield check("tracked = untracked", all(torch.equal(one[name], off[name]) for name in off))
     given[0][1, 3, 5] = float("nan")
-    total, y, dx, _, dw, db, sq = results_of("auto", "layer_norm", *given)
-    bad = torch.zeros(3, 33, dtype=torch.bool)
+    found, bad = results_of("auto", False, *given), torch.zeros(3, 33, dtype=torch.bool)
     bad[1, 3] = True
-    rows = [torch.equal(y.isnan().all(-1).cpu(), bad), torch.equal(y.isfinite().all(-1).cpu(), ~bad),
-            bool((dx.isfinite().all(-1).cpu() | bad).all())]
+    rows = [torch.equal(found["y"].isnan().all(-1).cpu(), bad), torch.equal(found["y"].isfinite().all(-1).cpu(), ~bad),
+            bool((found["dx"].isfinite().all(-1).cpu() | bad).all())]
+    sq = found["sq"]
     yield check("NaN stays in its row and in its example's norms",
                 all(rows) and sq[:, 0].isfinite().all() and sq[:, 2].isfinite().all() and sq[0, 1].isnan())
 
@@ -144,21 +138,20 @@ def autograd(s):
     torch.manual_seed(0)
     model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=32, vocab_size=211)).to(s.device)
     x, y = (torch.randint(211, (3, 32), generator=torch.Generator().manual_seed(i)).to(s.device) for i in (1, 2))
+    parameters, truth = dict(model.named_parameters()), []
+    for b in range(3):
+        model.zero_grad()
+        (model(x[b:b + 1], y[b:b + 1])[1] / 3).backward()
+        truth.append({name: p.grad.double().square().sum().item() for name, p in parameters.items()})
     for mode, large in (("norm", False), ("exact", False), ("exact", True)):   # large: as if the vocabulary were
         sites = model.probe_sites(mode)
         probes = torch.zeros(len(sites), 2, 3, device=s.device, requires_grad=True)
         with mock.patch.object(head_loss, "WORTH_BYTES", 0 if large else math.inf):
             model(x, y, probes=probes)[1].backward()
-        worst, parameters = 0.0, dict(model.named_parameters())
-        for b in range(3):
-            model.zero_grad()
-            (model(x[b:b + 1], y[b:b + 1])[1] / 3).backward()
-            for i, (name, _, _) in enumerate(sites):
-                truth = parameters[name].grad.double().square().sum().item()
-                worst = max(worst, abs(probes.grad[i, 0, b].item() / truth - 1))
+        worst = max(abs(probes.grad[i, 0, b].item() / truth[b][name] - 1) for b in range(3)
+                    for i, (name, *_) in enumerate(sites))
         which = f"{mode} mode" + (", head of a large vocabulary" if large else "")
         yield check(f"per-example norms, {which}: largest relative error", worst < 1e-3, error=worst)
-        model.zero_grad()
     for dtype in (torch.float32, torch.bfloat16):
         a = torch.randn(2, 300, 64, device=s.device, requires_grad=True)
         w = torch.randn(1003, 64, device=s.device, requires_grad=True)
@@ -176,66 +169,36 @@ def autograd(s):
 
 # ---- speed
 
-def timed(s, variants, seconds):
-    """{name: median ms} of calls that take turns; CUDA events, and a flushed L2 before each."""
-    size = 2 * getattr(torch.cuda.get_device_properties(0), "L2_cache_size", 64 << 20)
-    flush, times = torch.empty(size, dtype=torch.int8, device=s.device), {name: [] for name in variants}
-    for run in variants.values():
-        run(), run()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
-        for name, run in variants.items():
-            flush.zero_()
-            begin, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            stop.record()
-            torch.cuda.synchronize()
-            times[name].append(begin.elapsed_time(stop))
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def bandwidth(s):
     """Backward pass of x + branch and its norm; copy moves as many bytes as it must: x, dy, the sum's gradient in; dx and the
     branch's gradient out. Above 0.8 of it there is little left to gain."""
     for B, T, C in s.speeds:
-        x, branch, w, b, p, dtotal, dy = inputs(s, (B, T, C), "mixed")
-        x, branch, w, b = (t.requires_grad_() for t in (x, branch, w, b))
+        *leaves, _, dtotal, dy = inputs(s, (B, T, C), "mixed")
+        leaves = [t.requires_grad_() for t in leaves]
         probe = torch.zeros(2, B, device=s.device, requires_grad=True)
-        half = torch.empty(x.numel() * 16 // 2, dtype=torch.int8, device=s.device)
+        half = torch.empty(dy.numel() * 16 // 2, dtype=torch.int8, device=s.device)
 
         def plain(x, branch, w, b):
             total = x + branch
             return total, F.layer_norm(total, (C,), w, b).bfloat16()
 
-        def backward(function, *leaves):
-            outputs = function(*leaves)
-            return lambda: torch.autograd.grad(outputs, leaves, [dtotal, dy], retain_graph=True)
-
         def ours(x, branch, w, b, probe):
             with torch.autocast(s.device, torch.bfloat16):
                 return ln_kernel.norm(x, w, b, probe, branch=branch)
-        variants = {"ours": backward(ours, x, branch, w, b, probe), "torch": backward(plain, x, branch, w, b),
-                    "copy": half.clone}
-        if "True" in s.compile:
-            variants["inductor"] = backward(torch.compile(plain), x, branch, w, b)
-        with contextlib.suppress(ImportError):   # it has a backward pass for RMSNorm alone, so ours stands beside
-            from quack.rmsnorm import rmsnorm
 
-            def ours_rms(x, branch, w):
-                with torch.autocast(s.device, torch.bfloat16):
-                    return ln_kernel.norm(x, w, branch=branch, rms=True)
-            variants["ours_rms"] = backward(ours_rms, x, branch, w)
-            variants["quack_rms"] = backward(lambda x, branch, w: rmsnorm(branch, w, residual=x, prenorm=True)[::-1],
-                                             x, branch, w)
+        def backward(function, *leaves):
+            return functools.partial(torch.autograd.grad, function(*leaves), leaves, [dtotal, dy], retain_graph=True)
+        variants = {"ours": backward(ours, *leaves, probe), "torch": backward(plain, *leaves), "copy": half.clone}
+        if "True" in s.compile:
+            variants["inductor"] = backward(torch.compile(plain), *leaves)
         with contextlib.suppress(ImportError):
             from liger_kernel.ops.layer_norm import LigerLayerNormFunction
             variants["liger"] = backward(lambda x, branch, w, b: (x + branch, LigerLayerNormFunction.apply(
-                x + branch, w, b, 1e-5).bfloat16()), x, branch, w, b)
-        times = timed(s, variants, s.seconds)
-        share = times["copy"] / times["ours"]
+                x + branch, w, b, 1e-5).bfloat16()), *leaves)
+        samples = tools.interleave({name: tools.in_turn([run], s.device) for name, run in variants.items()}, s.seconds)
+        times = {name: 1e3 * statistics.median(phases["backward"]) for name, phases in samples.items()}
         yield check(f"backward of the norm, {B} x {T} x {C}: no slower than torch's", times["ours"] <= times["torch"],
-                    share_of_copy=round(share, 3), **{f"{k}_ms": round(v, 4) for k, v in times.items()})
+                    share_of_copy=round(times["copy"] / times["ours"], 3), **{f"{k}_ms": round(v, 4) for k, v in times.items()})
 
 
 def training_step(s):
@@ -273,90 +236,8 @@ def training_step(s):
     yield check("no graph is compiled after the first steps", late == 0, graphs=late)
 
 
-# ---- train.py in processes of its own
-
-def train_command(s, out, processes=1, **keys):
-    stop = keys.pop("stop_tokens", 0)
-    own = {**{k: v for k, v in s.training.items() if k != "stop"}, "device": s.device, "out_dir": out, "batch_size_start": 32,
-           "warmup_tokens": 0, "stop_tokens": stop, "eval_tokens": 0, "eval_iters": 4, "log_interval": 1,
-           "checkpoint_tokens": 0, "batch_schedule": "constant", **keys}
-    python = tools.torchrun(processes) if processes > 1 else [sys.executable]
-    return [*python, tools.TRAIN, *(f"--{k}={v}" for k, v in own.items())]
-
-
-def train(s, out, processes=1, **keys):
-    tools.process(train_command(s, out, processes, **keys), "train.py")
-    return [row["train/loss"] for row in log.read(out) if "train/loss" in row]
-
-
-def resume(s):
-    """Bit for bit, with dropout and deterministic=True."""
-    for compile in s.compile:
-        with tempfile.TemporaryDirectory() as folder:
-            keys = dict(dropout=0.1, deterministic=True, compile=compile)
-            whole, two = os.path.join(folder, "whole"), os.path.join(folder, "two")
-            train(s, whole, **keys)
-            train(s, two, stop_tokens=s.training["stop"], **keys)
-            train(s, two, resume=True, **keys)
-            a, b = (checkpoint.load(out)["model"] for out in (whole, two))
-            differ = sum(not torch.equal(a[name], b[name]) for name in a)
-        yield check(f"a resumed run has the weights of the uninterrupted one, compile={compile}", differ == 0, differ=differ)
-
-
-def several(s, processes=None):
-    """DDP and FSDP against one process."""
-    n = processes or torch.cuda.device_count()
-    if n < 2:
-        yield check("several GPUs", None, found=n)
-        return
-    n = 2 if n < 4 else 4
-    with tempfile.TemporaryDirectory() as folder:
-        one = train(s, os.path.join(folder, "one"), dtype="float32")
-        for parallel, compile, recompute in itertools.product(s.parallel, s.compile, s.checkpointing):
-            name = f"{parallel}-{compile}-{recompute}"
-            found = train(s, os.path.join(folder, name), n, parallel=parallel, compile=compile, dtype="float32",
-                          activation_checkpointing=recompute)
-            apart = max(abs(a / b - 1) for a, b in zip(one, found, strict=True))
-            yield check(f"{n} processes, {parallel}, compile={compile}, checkpointing={recompute}: losses of one process",
-                        apart < 1e-3, apart=apart)
-        for compile in s.compile:
-            yield overlapped(s, os.path.join(folder, "overlap.json"), n, compile)
-        yield killed(s, os.path.join(folder, "killed"), n)
-
-
-def overlapped(s, out, n, compile):
-    """Gradients must be ready early, or nothing of their transfer can be hidden behind the backward pass."""
-    shape = ",".join(f"{k}={v}" for k, v in s.model.items() if not isinstance(v, tuple))
-    command = [tools.BENCH, "overlap", f"--device={s.device}", f"--model={shape}", f"--micro={s.micro}", f"--rounds={s.rounds}",
-               f"--compile={compile}", f"--out={out}"]
-    tools.process([*tools.torchrun(n), *command], "bench.py overlap")
-    with open(out) as f:
-        found = json.load(f)
-    numbers = {k: found[k] for k in ("first_ready", "half_ready", "hidden", "compute_ms", "communicating_ms", "transfer_ms")}
-    return check(f"{n} processes, DDP, compile={compile}: half of the gradient is ready in the first 0.9 of the backward pass",
-                 found["half_ready"] < 0.9, **numbers)
-
-
-def killed(s, out, n):
-    """A rank that dies ends the run."""
-    command = train_command(s, out, n, **{"max_tokens": 10**9})
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and not os.path.exists(os.path.join(out, "log.jsonl")):
-        time.sleep(0.5)
-    with open(f"/proc/{process.pid}/task/{process.pid}/children") as f:
-        os.kill(int(f.read().split()[-1]), signal.SIGKILL)
-    began = time.monotonic()
-    try:
-        code = process.wait(timeout=180)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        code = 0
-    return check("a killed rank ends the run", code != 0, seconds=round(time.monotonic() - began, 1))
-
-
 PARTS = {"environment": environment, "kernels": kernels, "autograd": autograd, "bandwidth": bandwidth, "step": training_step,
-         "resume": resume, "several": several}
+         "resume": gpu_runs.resume, "several": gpu_runs.several}
 
 
 def run_part(name, s):
@@ -381,10 +262,7 @@ def show(row):
 
 
 def run(args):
-    wanted = args.only.split(",") if args.only else list(PARTS)
-    unknown = [name for name in wanted if name not in PARTS]
-    if unknown:
-        raise ConfigError(f"--only={args.only}: unknown part '{unknown[0]}', expected some of {', '.join(PARTS)}")
+    wanted = tools.chosen("only", args.only, PARTS, "part")
     available, why_not = hardware.cuda_available()
     if not available:
         print(f"no GPU here: {why_not or 'torch finds none'}; run this on a machine that has one")

@@ -6,22 +6,19 @@ bench.py kernel: the norm kernels against torch's own, ref, and a copy of the sa
 """
 
 import functools
-import itertools
 import os
-import time
 
 import torch
 import torch.nn.functional as F
 
 import ln_kernel
-from benchmarks.tools import geomean, interleave, pick_device, plain, spread, write_json
+from benchmarks.tools import PHASES, geomean, in_turn, interleave, pick_device, plain, spread, two_phases, write_json
 from rightbatch.kernels.backends import BACKENDS
 from trainer import hardware
 
 # B examples of T rows of C channels; per C a tensor that fits the caches and one that does not
 SHAPES = [(16, 128, 256), (32, 256, 256), (4, 256, 768), (8, 1024, 768),
           (4, 128, 2048), (4, 1024, 2048), (2, 128, 4096), (4, 512, 4096)]
-PHASES = ("forward", "backward", "both")
 CACHES, BYTES = 32 << 20, {"float32": 4, "bfloat16": 2}   # the last-level cache of the machine that results/ are from
 
 
@@ -32,60 +29,16 @@ def arguments(parser):
     parser.add_argument("--out", default="results/kernel.json")
 
 
-@functools.cache
-def half_a_gigabyte():
-    return torch.empty(1 << 29, dtype=torch.int8, device="cuda")
-
-
-def now(device, first=False):
-    """A moment: by the clock, or a CUDA event. Before the first of a call the device writes half a gigabyte: its L2 forgets the
-    tensors, and Python has launched the call by the time it is done, so that kernels are timed and not launches."""
-    if device != "cuda":
-        hardware.synchronize(device)
-        return time.perf_counter()
-    if first:
-        half_a_gigabyte().zero_()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def between(a, b):
-    """Seconds from one moment to the other."""
-    if isinstance(a, float):
-        return b - a
-    b.synchronize()
-    return a.elapsed_time(b) / 1e3
-
-
-def variant(forward, backward, device, every=1):
-    """Times forward() and backward(what that returned) apart. every: take part in one of so many rounds (for slow ones)."""
-    calls = 0
-
-    def run():
-        nonlocal calls
-        calls += 1
-        if calls > 2 and calls % every:
-            return None
-        start = now(device, first=True)
-        out = forward()
-        middle = now(device)
-        backward(out)
-        end = now(device)
-        return {"forward": between(start, middle), "backward": between(middle, end), "both": between(start, end)}
-    return run
-
-
 def norm_variant(norm, inputs, dy, every=1):
-    return variant(norm, lambda y: torch.autograd.grad(y, inputs, dy), dy.device.type, every)
+    return two_phases(norm, lambda y: torch.autograd.grad(y, inputs, dy), dy.device.type, every)
 
 
 def operator_variant(x, w, b, dy, impl):
     """The kernels without autograd, as a copy is without: two operator calls."""
     forward, backward = BACKENDS[impl].forward, BACKENDS[impl].backward
     x, w, b = x.detach(), w.detach(), b.detach()
-    return variant(lambda: forward(x, None, w, b, 1e-5, False, x.dtype),
-                   lambda out: backward(None, dy, x, w, out[2], None, False, True, True, None), dy.device.type)
+    return two_phases(lambda: forward(x, None, w, b, 1e-5, False, x.dtype),
+                      lambda out: backward(None, dy, x, w, out[2], None, False, True, True, None), dy.device.type)
 
 
 def copy_variant(x_and_dy):
@@ -93,7 +46,7 @@ def copy_variant(x_and_dy):
     half read, half written, from the same inputs to a new output."""
     both = x_and_dy.flatten()
     x, one_and_a_half = both[:len(both) // 2], both[:3 * len(both) // 4]
-    return variant(x.clone, lambda y: one_and_a_half.clone(), both.device.type)
+    return two_phases(x.clone, lambda y: one_and_a_half.clone(), both.device.type)
 
 
 def inputs_of(B, T, C, dtype, device="cpu"):
@@ -143,20 +96,6 @@ def backward_from_memory(B, T, C, dtype, device="cpu"):
 
     makers = {"ours alone": alone, "ours": through_autograd, "copy": copy}
     return {name: in_turn([make() for _ in range(n)], device) for name, make in makers.items()}   # to each its own inputs
-
-
-def in_turn(calls, device):
-    """Times one call after the other, and holds what each returned until it is its turn again."""
-    held, turns = [call() for call in calls], itertools.cycle(range(len(calls)))
-
-    def run():
-        i = next(turns)
-        start = now(device, first=True)
-        out = calls[i]()
-        end = now(device)
-        held[i] = out
-        return {"backward": between(start, end)}
-    return run
 
 
 RATIOS = [("ours", "torch"), ("ours, no probe", "torch"), ("ours rms", "torch rms"), ("ours", "copy"),

@@ -44,10 +44,8 @@ SETTINGS = {"off, torch's norm": dict(mode="off", norm_impl="torch"), "off": dic
 
 def variants_of(name, ranks, dtype, only=None, device="cpu"):
     """{variant: our step in it}, all on one model."""
-    base, variants = next(iter(SETTINGS)), {}
-    for variant in [base, *(only.split(",") if only else list(SETTINGS)[1:])]:
-        if variant not in SETTINGS:
-            raise ConfigError(f"--only={only}: unknown variant '{variant}', expected some of {', '.join(list(SETTINGS)[1:])}")
+    (base, *others), variants = SETTINGS, {}
+    for variant in [base, *tools.chosen("only", only, others, "variant")]:
         shape, micro = MODELS[name]
         variants[variant] = tools.Step(shape, micro, dtype=dtype, ranks=ranks, like=variants.get(base), device=device,
                                        **SETTINGS[variant])
@@ -61,9 +59,7 @@ def run(args):
     usual, name = (("char", "step_whole") if args.whole else ("char,gpt_111m", "step_against") if args.against else
                    ("quickstart,char,gpt_111m", "step"))
     args.models, args.out = args.models or usual, args.out or f"results/{name}.json"
-    unknown = [name for name in args.models.split(",") if name not in MODELS]
-    if unknown:
-        raise ConfigError(f"--models={args.models}: unknown model '{unknown[0]}', expected some of {', '.join(MODELS)}")
+    tools.chosen("models", args.models, MODELS, "model")
     if args.against:
         return whole.run(args) if args.whole else against.run(args)
     if args.processes > 1:

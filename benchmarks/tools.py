@@ -2,6 +2,8 @@
 The benchmarks share turns, medians and quartiles, peak memory, processes, the models that are timed, and our step on them.
 """
 
+import functools
+import itertools
 import math
 import os
 import random
@@ -49,6 +51,67 @@ def interleave(variants, seconds, min_rounds=5, warm_up=2):
     return samples
 
 
+@functools.cache
+def half_a_gigabyte():
+    return torch.empty(1 << 29, dtype=torch.int8, device="cuda")
+
+
+def now(device, first=False):
+    """A moment: by the clock, or a CUDA event. Before the first of a call the device writes half a gigabyte: its L2 forgets the
+    tensors, and Python has launched the call by the time it is done, so that kernels are timed and not launches."""
+    if device != "cuda":
+        hardware.synchronize(device)
+        return time.perf_counter()
+    if first:
+        half_a_gigabyte().zero_()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def between(a, b):
+    """Seconds from one moment to the other."""
+    if isinstance(a, float):
+        return b - a
+    b.synchronize()
+    return a.elapsed_time(b) / 1e3
+
+
+PHASES = ("forward", "backward", "both")
+
+
+def two_phases(forward, backward, device, every=1):
+    """Times forward() and backward(what that returned) apart. every: take part in one of so many rounds (for slow ones)."""
+    calls = 0
+
+    def run():
+        nonlocal calls
+        calls += 1
+        if calls > 2 and calls % every:
+            return None
+        start = now(device, first=True)
+        out = forward()
+        middle = now(device)
+        backward(out)
+        end = now(device)
+        return {"forward": between(start, middle), "backward": between(middle, end), "both": between(start, end)}
+    return run
+
+
+def in_turn(calls, device):
+    """Times one call after the other, and holds what each returned until it is its turn again."""
+    held, turns = [call() for call in calls], itertools.cycle(range(len(calls)))
+
+    def run():
+        i = next(turns)
+        start = now(device, first=True)
+        out = calls[i]()
+        end = now(device)
+        held[i] = out
+        return {"backward": between(start, end)}
+    return run
+
+
 def quartiles(samples):
     return statistics.quantiles(samples, n=4, method="inclusive") if len(samples) > 1 else [samples[0]] * 3
 
@@ -77,6 +140,20 @@ def geomean(values):
 def pick_device(name):
     """cuda where there is one; a CPU rather than Apple's MPS, of which no benchmark knows."""
     return "cpu" if name == "auto" and hardware.pick_device(name) != "cuda" else hardware.pick_device(name)
+
+
+def chosen(option, words, among, what):
+    """The names that --option=a,b chooses; all of them where it is not given."""
+    names = words.split(",") if words else list(among)
+    unknown = [name for name in names if name not in among]
+    if unknown:
+        raise ConfigError(f"--{option}={words}: unknown {what} '{unknown[0]}', expected some of {', '.join(among)}")
+    return names
+
+
+def check(name, ok, **numbers):
+    """One line of an acceptance run; ok None: a number without a limit."""
+    return {"check": name, "ok": None if ok is None else bool(ok), **numbers}
 
 
 def plain(dtype):

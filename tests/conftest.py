@@ -9,7 +9,7 @@ import pytest
 import torch
 
 pytest.register_assert_rewrite("tests.helpers", "tests.watching")
-from tests.helpers import TINY, write_dataset  # noqa: E402
+from tests.helpers import ROOT, TINY, write_dataset  # noqa: E402
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
 torch.set_num_threads(1)  # tiny tensors: a second thread only adds waiting, and sums keep one order
@@ -81,6 +81,22 @@ def tiny(tmp_path, tiny_data, monkeypatch):
     run.runs = []
     monkeypatch.setattr(jobs, "run_training", run_training)
     return run
+
+
+@pytest.fixture
+def prebuilt_compiler(tmp_path):
+    """The environment of a process with an empty cache, and with a compiler that takes a second: it links the library that this
+    process has compiled."""
+    from rightbatch.kernels import build
+    wrapper = tmp_path / "cxx"
+    wrapper.write_text(f"""#!/bin/bash
+[ "$1" = --version ] && exit
+[[ "$*" =~ -shared ]] && made={build.build()} || made=/dev/null
+while [ "$1" != -o ]; do shift; done
+sleep 1; cp "$made" "$2"
+""")
+    wrapper.chmod(0o755)
+    return {"CXX": str(wrapper), "RIGHTBATCH_CACHE": str(tmp_path / "cache"), "PYTHONPATH": ROOT}
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import argparse
 
 import torch
 
-from benchmarks import kernel, overlap, tools
+from benchmarks import overlap, tools
 from trainer import hardware
 
 
@@ -28,9 +28,9 @@ class Event:
 def test_kernels_are_timed_by_events_behind_a_write_that_empties_the_l2(monkeypatch):
     writes = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(kernel, "half_a_gigabyte", lambda: type("Buffer", (), {"zero_": lambda self: writes.append(1)})())
+    monkeypatch.setattr(tools, "half_a_gigabyte", lambda: type("Buffer", (), {"zero_": lambda self: writes.append(1)})())
     monkeypatch.setattr(hardware, "synchronize", lambda device: writes.append("a wait within the call"))
-    found = kernel.variant(lambda: 1, lambda out: None, "cuda")()
+    found = tools.two_phases(lambda: 1, lambda out: None, "cuda")()
     assert found == {"forward": 1e-3, "backward": 1e-3, "both": 2e-3} and writes == [1]
 
 

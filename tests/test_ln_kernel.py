@@ -557,16 +557,6 @@ def untried_backends(monkeypatch):
         [c.cache_clear() for c in caches]
 
 
-@pytest.fixture
-def quick_compiler(tmp_path):
-    """The real compiler without optimisation."""
-    wrapper = tmp_path / "cxx"
-    real = " ".join(build.find_compiler())
-    wrapper.write_text(f'#!/bin/bash\nexec {real} "${{@/-O[23]/-O0}}"\n')
-    wrapper.chmod(0o755)
-    return {"CXX": str(wrapper), "RIGHTBATCH_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
-
-
 def test_auto_uses_the_compiled_kernel_on_a_cpu_and_says_why():
     impl, reason = ln_kernel.choose_impl("cpu")
     assert impl == "cpu" and "compiled" in reason
@@ -575,8 +565,8 @@ def test_auto_uses_the_compiled_kernel_on_a_cpu_and_says_why():
     assert all(torch.equal(a, b) for a, b in zip(case.ours("auto"), case.ours("cpu"), strict=True))
 
 
-def test_two_processes_with_an_empty_cache_both_succeed(quick_compiler, tmp_path):
-    processes = [subprocess.Popen([sys.executable, "-c", SCRIPT], env=os.environ | quick_compiler, text=True,
+def test_two_processes_with_an_empty_cache_both_succeed(prebuilt_compiler, tmp_path):
+    processes = [subprocess.Popen([sys.executable, "-c", SCRIPT], env=os.environ | prebuilt_compiler, text=True,
                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
     outputs = [p.communicate(timeout=120) for p in processes]
     for out, err in outputs:
