@@ -201,7 +201,7 @@ def test_a_refused_cache_means_plain_torch_and_one_warning(tmp_path):
     assert run.stderr.count("writable by others") == 1 and not list(cache.iterdir())
 
 
-@pytest.mark.parametrize("value", ["g++ 'x", 'g++ "', "\\", " "])
+@pytest.mark.parametrize("value", ["g++ 'x", " "])
 def test_a_compiler_that_is_no_command_means_plain_torch_and_one_warning_each(tmp_path, value):
     code = LOAD + ("; import torch; from rightbatch.kernels.attention import causal_attention"
                    "; causal_attention(torch.zeros(1, 2, 48), 1)")
