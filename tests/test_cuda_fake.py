@@ -26,14 +26,17 @@ def inside(test):
     return test if INSIDE else None    # collected in the process that has the device
 
 
-@pytest.mark.parametrize("which", ["compile", "not compile"])   # two processes, of equal length
-def test_steps_on_a_fake_cuda_device(which, tmp_path):
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
     pytest.importorskip("triton", reason="triton is not installed (Linux only)")
     if INSIDE:
         pytest.skip("already there")
-    library, why_not = fake_cuda.build(tmp_path)
-    if library is None:
-        pytest.skip(why_not)
+    path, why_not = fake_cuda.build(tmp_path_factory.mktemp("fake"))
+    return path or pytest.skip(why_not)
+
+
+@pytest.mark.parametrize("which", ["compile", "not compile"])   # two processes, of equal length
+def test_steps_on_a_fake_cuda_device(which, library):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "--show-capture=no", __file__, "-k", which]
     run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, env={**os.environ, "LD_PRELOAD": library})
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-3000:] + run.stderr
