@@ -47,12 +47,9 @@ class Backend:
     norm = functools.cached_property(lambda self: getattr(self.functions, "norm", None))
     tap = functools.cached_property(lambda self: getattr(self.functions, "tap", None))
 
+    @functools.cached_property
     def available(self):
         """(whether it works here, why or why not). Tried once; a failure is said once."""
-        return self._tried
-
-    @functools.cached_property
-    def _tried(self):
         try:
             getattr(self.functions, "try_launch", bool)()
         except Exception as e:   # whatever a compiler, a driver or an import raises
@@ -94,7 +91,7 @@ def choose(kind):
     reasons = []
     for backend in BACKENDS.values():
         if kind in backend.devices:
-            works, reason = backend.available()
+            works, reason = backend.available
             if works:
                 return backend.name, reason
             reasons.append(reason)
@@ -110,4 +107,4 @@ def resolve(impl, kind, dtype, out_dtype):
     if backend.devices and kind not in backend.devices:
         raise ValueError(f"impl={name!r} needs a {backend.devices[0].upper()} tensor, got one on {kind}")
     takes = not backend.dtypes or (dtype, out_dtype) in backend.dtypes
-    return backend if takes and (not backend.optional or backend.available()[0]) else BACKENDS[REF]
+    return backend if takes and (not backend.optional or backend.available[0]) else BACKENDS[REF]
