@@ -57,13 +57,8 @@ def inside(*command):
 
 class Event:
     def __init__(self, enable_timing=False):
-        pass
-
-    def record(self):
-        pass
-
-    def elapsed_time(self, other):
-        return 1.0
+        self.record = self.synchronize = lambda: None
+        self.elapsed_time = lambda other: 1.0
 
 
 class Launched(NamedTuple):
