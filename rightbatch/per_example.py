@@ -26,7 +26,6 @@ from torch import Tensor
 # again. On quiet cores 5, 8 and 64 MB (whole pairs of examples) differed by less than the noise; on contended ones every
 # parallel region may wait for a thread, and 16 MB did better than 5. 32 MiB hold 12 examples of a 384 x 1536 layer.
 CHUNK_BYTES = 32 * 2**20
-
 FLOPS_PER_BYTE = 4  # what one byte moved costs; see cheaper_method
 
 # ---- the weight gradient of a linear layer, c_b = g_b^T x_b and dW = sum_b c_b, together with |c_b|^2, two ways
@@ -185,8 +184,8 @@ class Overheard(torch.autograd.Function):
     def backward(ctx, g, came_back):
         others, sq = ctx.saved_tensors, None
         if g is not None:
-            more = (came_back,) if ctx.linked else ()
-            sq = g.new_zeros(ctx.shape) if ctx.norms is None else ctx.norms(g, *others, *more)
+            arguments = (g, *others, came_back) if ctx.linked else (g, *others)
+            sq = g.new_zeros(ctx.shape) if ctx.norms is None else ctx.norms(*arguments)
         return g, sq, None, None, *[None] * len(others)
 
 
