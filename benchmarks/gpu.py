@@ -182,15 +182,20 @@ def bandwidth(s):
             total = x + branch
             return total, F.layer_norm(total, (C,), w, b).bfloat16()
 
-        def ours(x, branch, w, b, probe):
+        def ours(x, branch, w, b=None, probe=None, rms=False):
             with torch.autocast(s.device, torch.bfloat16):
-                return ln_kernel.norm(x, w, b, probe, branch=branch)
+                return ln_kernel.norm(x, w, b, probe, branch=branch, rms=rms)
 
         def backward(function, *leaves):
             return functools.partial(torch.autograd.grad, function(*leaves), leaves, [dtotal, dy], retain_graph=True)
         variants = {"ours": backward(ours, *leaves, probe), "torch": backward(plain, *leaves), "copy": half.clone}
         if "True" in s.compile:
             variants["inductor"] = backward(torch.compile(plain), *leaves)
+        with contextlib.suppress(ImportError):  # it has a backward pass for RMSNorm alone, so ours stands beside
+            from quack.rmsnorm import rmsnorm
+            variants["ours_rms"] = backward(functools.partial(ours, rms=True), *leaves[:3])
+            variants["quack_rms"] = backward(lambda x, branch, w: rmsnorm(branch, w, residual=x, prenorm=True)[::-1],
+                                             *leaves[:3])
         with contextlib.suppress(ImportError):
             from liger_kernel.ops.layer_norm import LigerLayerNormFunction
             variants["liger"] = backward(lambda x, branch, w, b: (x + branch, LigerLayerNormFunction.apply(
