@@ -211,14 +211,14 @@ import train
 from trainer import run, wandb_log
 wandb_log.FINISH_TIMEOUT, wandb_log.PATIENCE = 4, 0.5
 show, victim = run.Run.show, sys.argv.pop(1)
-def shown(self, row):
-    show(self, row)
-    if row["step"] == 5 and victim == "service":
+def shown(self, *numbers):
+    show(self, *numbers)
+    if self.count.step == 5 and victim == "service":
         listed = subprocess.run(["ps", "-o", "pid,args", "--ppid", str(os.getpid())], capture_output=True, text=True).stdout
         for line in listed.splitlines():
             if "wandb-core" in line:
                 os.kill(int(line.split()[0]), signal.SIGKILL)
-    if row["step"] == 5 and victim == "server":
+    if self.count.step == 5 and victim == "server":
         urllib.request.urlopen(os.environ["WANDB_BASE_URL"] + "/die").close()
 run.Run.show = shown
 sys.exit(train.main(sys.argv[1:]))
