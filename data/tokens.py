@@ -253,8 +253,8 @@ def read_meta(folder) -> dict:
         expected = {folder / f"{split}.bin": meta[f"{split}_tokens"] * item for split in SPLITS}
         for path, size in expected.items():
             if (there := path.stat().st_size) != size:
-                raise ConfigError(f"{path} is {'empty' if not there else 'truncated, or from another preparation'}: it has "
-                                  f"{there} bytes, meta.json says {size}: {AGAIN}")
+                state = "truncated, or from another preparation" if there else "empty"
+                raise ConfigError(f"{path} is {state}: it has {there} bytes, meta.json says {size}: {AGAIN}")
     except FileNotFoundError as e:
         raise ConfigError(f"{folder} is not a complete dataset, {Path(e.filename).name} is missing: {AGAIN}") from e
     except (ValueError, KeyError, TypeError, RecursionError) as e:

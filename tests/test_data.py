@@ -471,7 +471,11 @@ def test_peak_memory_is_flat_as_the_text_grows_tenfold(tmp_path, request, tokeni
     "kind, ids, said",
     [
         (tokenizers.ByteTokenizer, [0, 256], "token id 256 does not fit: uint8 with vocabulary 256 holds 0 to 255"),
-        (tokenizers.GPT2Tokenizer, [50257], "token id 50257 does not fit: uint16 with vocabulary 50257 holds 0 to 50256"),
+        (
+            tokenizers.GPT2Tokenizer,
+            [50257],
+            "token id 50257 does not fit: uint16 with vocabulary 50257 holds 0 to 50256",
+        ),
         (tokenizers.GPT2Tokenizer, [65536 + 5], "token id 65541 does not fit"),
         (tokenizers.GPT2Tokenizer, [-1, 3], "token id -1 does not fit"),
     ],
@@ -489,7 +493,7 @@ def small_dataset(folder, text=b"hello"):
 
 KILLED = """if True:
     import os, signal, sys
-    from data import tokens
+    from data import tokenizers, tokens
     folder, at = sys.argv[1], int(sys.argv[2])
     def die(): os.kill(os.getpid(), signal.SIGKILL)
     def items():
