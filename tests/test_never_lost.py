@@ -435,6 +435,21 @@ def test_a_checkpoint_of_another_making_is_one_line_and_stays(tmp_path, tiny_arg
     assert (tmp_path / "log.jsonl").read_bytes() == rows
 
 
+@pytest.mark.parametrize("branches", [False, True])
+def test_a_run_of_an_older_version_goes_on_and_measures_anew(tmp_path, tiny_args, branches):
+    train.main(tiny_args(out_dir=tmp_path / "a", max_tokens=640, stop_tokens=320))
+    state = checkpoint.load(str(tmp_path / "a"))
+    del state["path"]
+    state |= {"format": 2, "gns": {"scales": {}, "calibrations": {"": {"waiting": 3}}}}
+    checkpoint.save(str(tmp_path / "a"), state)
+    branch, resume = dict(out_dir=tmp_path / "b", branch_from=tmp_path / "a"), dict(out_dir=tmp_path / "a", resume=True)
+    where = branch if branches else resume
+    assert train.main(tiny_args(max_tokens=640, **where)) == 0
+    rows = log.read(str(where["out_dir"]))
+    assert [r["step"] for r in rows if "measured anew" in r.get("event", "")] == [state["state"]["step"]]
+    assert rows[-1]["tokens"] >= 640
+
+
 def test_data_of_which_the_time_was_set_back_are_read_again(tmp_path):
     folder = write_dataset(tmp_path / "data", np.arange(500) % 64, np.arange(100) % 64)
     batches.Dataset(folder, 16)

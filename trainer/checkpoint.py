@@ -23,7 +23,8 @@ from system.errors import ConfigError
 from trainer import tensors
 
 NAME, BEST = "ckpt.pt", "ckpt.best.pt"
-FORMAT = 2
+FORMAT = 3
+READS = 2, FORMAT  # format 2 has other averages of the noise scale, which begin anew
 OURS = errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM  # not the file's fault
 MARK = b"\nrightbatch crc32 "  # and eight hex digits: how a checkpoint ends
 
@@ -156,7 +157,7 @@ def read(path, device, mmap):
             raise  # the file may be good
         words = f": {e}" if type(e) is ValueError else f" ({type(e).__name__})"
         raise ConfigError(f"{path} is not a readable checkpoint{words}") from None
-    if version != FORMAT:
+    if version not in READS:
         raise ConfigError(f"{path} has format {version}, this program reads {FORMAT}")
     return state
 

@@ -65,7 +65,7 @@ class Run:
         self.died = self.blown_up = False  # the newest evaluation was not finite; the loss is far too high, which has been said
         self.saved_facts = {key: saved.get(key) for key in ("log", "path", "arithmetic", "config")} if self.resumed else {}
         ranks.seed(config.seed, 0)
-        self.rng_restored = True
+        self.rng_restored, self.measures_anew = True, False
         if saved:
             with start.restoring(saved["path"]):
                 self.restore(saved)
@@ -77,7 +77,9 @@ class Run:
         ranks.load_optimizer(step.optimizer, saved.pop("optimizer"))
         step.optimizer.scaler.load_state_dict(saved["scaler"])
         self.count = Counters(**saved["state"])
-        step.load_state_dict(saved["gns"])
+        self.measures_anew = saved["format"] < checkpoint.FORMAT
+        if not self.measures_anew:
+            step.load_state_dict(saved["gns"])
         times = saved.get("step_time")
         if isinstance(times, list):  # of each rank: another may be slower
             times = times[ranks.rank] if len(times) == ranks.world else None
@@ -122,6 +124,7 @@ class Run:
         if self.resumed and ranks.from_first(lambda: self.out.news):
             self.save()  # a checkpoint that knows the new log
         self.event(self.out.news)
+        self.event("the noise scale is measured anew: the checkpoint is of an older version" if self.measures_anew else None)
         self.event(start.extension(self.saved_facts.get("config"), config))
         self.event(start.differences(self.saved_facts.get("arithmetic"), self.arithmetic()))
 
