@@ -1,10 +1,10 @@
 """
-Gradient noise scale from squared gradient norms, and what it says about other batches: pure arithmetic, floats in, floats out.
+This file computes the gradient noise scale from squared gradient norms, and what it says about other batches. All are floats.
 
-With per-example gradients g_b, mean gradient G and B examples in a step, the noise scale tr(Sigma) / |G|^2 is the batch
-(in examples) at which the noise of the step's gradient is as large as the gradient (McCandlish et al. 2018,
-arXiv 1812.06162). Per-example norms give the smallest batch there is, 1, and so the estimate with the least
-variance (Gray et al. 2024, arXiv 2411.00999).
+With per-example gradients g_b of mean G and covariance Sigma, the noise scale tr(Sigma) / |G|^2 is the batch (in examples)
+whose gradient has as much noise as signal (McCandlish et al. 2018, arXiv 1812.06162). Estimating it takes gradients of two
+batch sizes. Per-example norms give the smallest there is, 1, and so the estimate with the least variance (Gray et al. 2024,
+arXiv 2411.00999).
 """
 
 import copy
@@ -15,9 +15,9 @@ import math
 def unbiased_pair(small, big, n_small, n_big):
     """(sq_norm, tr_sigma): unbiased estimates of |G|^2 and tr(Sigma).
 
-    `small` is the mean of |gradient|^2 over batches of n_small examples, `big` the same for n_big. The expectation of
-    either is |G|^2 + tr(Sigma)/n, two equations for two unknowns (McCandlish et al. 2018, appendix A.1). Either
-    estimate may come out negative in a single step; clipping it would bias the averages.
+    `small` is the mean of |gradient|^2 over batches of n_small examples, `big` the same for n_big. Both have the expectation
+    |G|^2 + tr(Sigma)/n: two equations for two unknowns (McCandlish et al. 2018, appendix A.1). Either estimate may come out
+    negative in a single step; clipping it would bias the averages.
     """
     if not n_big > n_small >= 1:
         raise ValueError(f"a noise scale needs two batch sizes, got n_small={n_small} and n_big={n_big}: "
@@ -28,12 +28,12 @@ def unbiased_pair(small, big, n_small, n_big):
 
 
 def unequal_pair(q, big, h, examples):
-    """(sq_norm, tr_sigma) where example b has a share w_b of the loss (lengths differ): both unbiased, given the shares.
+    """(sq_norm, tr_sigma) where examples have unequal shares of the loss, as their lengths differ; unbiased, given the shares.
 
-    With c_b = w_b times the example's own mean gradient and sum w = 1: q = sum |c_b|^2, big = |sum c_b|^2, h = sum w_b^2
-    (1/h is Kish's effective batch). Then E q = h |G|^2 + noise and E big = |G|^2 + noise, `noise` being the variance of the
-    step's gradient, however it splits over the examples. tr_sigma is examples * noise, so that tr_sigma / sq_norm counts
-    examples like these; equal shares give unbiased_pair.
+    Example b has the share w_b of the loss (sum w = 1) and adds c_b to the step's gradient: w_b times its own mean gradient.
+    q = sum |c_b|^2, big = |sum c_b|^2, h = sum w_b^2 (1/h is Kish's effective batch). Then E q = h |G|^2 + noise and
+    E big = |G|^2 + noise, where `noise` is the variance of the step's gradient. tr_sigma is examples * noise, so that
+    tr_sigma / sq_norm counts examples like these; with equal shares this is unbiased_pair.
     """
     if not (0 < h < 1 and examples > 1):
         raise ValueError(f"a noise scale needs several examples, got shares with sum w^2 = {h} and {examples} example(s)")
@@ -74,10 +74,10 @@ class Averages:
         return [x / self.w for x in self.x]
 
     def covariance(self):
-        """Of the means, with weights w that sum to 1: sum w^2 (x - mean)(x - mean)^T / (1 - sum w^2)."""
-        mean, size, total = self.means(), range(len(self.x)), self.w * self.w
-        left = 1 - self.w2 / total
-        return [[(self.xx[i][j] - mean[i] * self.x2[j] - mean[j] * self.x2[i] + mean[i] * mean[j] * self.w2) / total / left
+        """The covariance of the means. With weights w that sum to 1: sum w^2 (x - mean)(x - mean)^T / (1 - sum w^2)."""
+        mean, size, square = self.means(), range(len(self.x)), self.w * self.w
+        rest = 1 - self.w2 / square
+        return [[(self.xx[i][j] - mean[i] * self.x2[j] - mean[j] * self.x2[i] + mean[i] * mean[j] * self.w2) / square / rest
                  for j in size] for i in size]
 
     @property
@@ -86,7 +86,7 @@ class Averages:
         return self.w**2 / self.w2 if self.updates else 0.0
 
     def quantile(self, level):
-        """Student's t for these averages, or None while a spread cannot be told."""
+        """Student's t for an interval of these averages, or None while there are too few steps to tell a spread."""
         freedom = self.effective_updates - 1
         return student_t(level, freedom) if self.updates >= 2 and freedom >= 0.5 else None
 
@@ -101,7 +101,7 @@ class Averages:
 
 
 def alike(mine, theirs):
-    """Whether a state has the keys and the numbers that it should have."""
+    """Whether a loaded state has the same keys and lengths as ours, and numbers where we have numbers."""
     if isinstance(mine, dict):
         return isinstance(theirs, dict) and mine.keys() == theirs.keys() and all(alike(v, theirs[k]) for k, v in mine.items())
     if isinstance(mine, list):
@@ -111,8 +111,8 @@ def alike(mine, theirs):
 
 
 class NoiseScale:
-    """Averages of (tr_sigma, sq_norm), their ratio, and its interval. Numerator and denominator are averaged apart and
-    then divided: the average of ratios would be biased, and undefined where sq_norm comes out near zero."""
+    """Averages of tr_sigma and of sq_norm, their ratio, and its interval. The two are averaged apart and then divided: an
+    average of ratios would be biased, and undefined where a step's sq_norm comes out near zero."""
 
     def __init__(self, half_life_tokens, early=None):
         self.averages = Averages(2, half_life_tokens, early)
@@ -159,23 +159,23 @@ class NoiseScale:
 
 
 class Calibration:
-    """The factor from the norm layers' noise scale to the whole model's, from steps that sample, in which both are measured.
+    """The factor from the norm layers' noise scale to the whole model's, from steps that sample rows and so measure both.
 
-    factor = (S_b / G_b) / (S_n / G_n) of averaged pairs (b body, n norm). Each is taken in units of the norm layers' present
-    averages, so that steps of different times, whose gradients differ by orders of magnitude, count alike. Body and norm
-    come from the same examples, so their errors largely cancel: the delta method on log(factor), with all covariances.
-    Once determined, the factor is held when its averages become undetermined again, with an interval that grows.
+    factor = (S_b / G_b) / (S_n / G_n) of averages: S tr_sigma, G sq_norm, b body, n norm layers. Each step's pairs are first
+    divided by the norm layers' present averages: gradients change by orders of magnitude, and early and late steps count alike.
+    Body and norm layers see the same examples, so their errors largely cancel: the interval is by the delta method on
+    log(factor), with all covariances. If the averages become undetermined again, the last factor is held; its interval grows.
     """
 
     DRIFT = 0.1  # how far log(factor) walks in a half-life: it was seen to spread by 0.03 to 0.14 over whole runs
 
     def __init__(self, half_life_tokens, early=None):
         self.averages = Averages(4, half_life_tokens, early)
-        self.waiting = 0  # tokens since the last step that sampled: it stands for all of them
-        self.held, self.age = None, 0  # the last factor that was determined, as (value, spread of its logarithm); tokens since
+        self.waiting = 0  # tokens since the last step that sampled: the next one stands for all of them
+        self.held, self.age = None, 0  # the last determined factor as (value, spread of its logarithm), and tokens since then
 
     def update(self, scale, tokens, body_pair=None, norm_pair=None):
-        """After every step: the norm layers' NoiseScale; the step's pairs (sq_norm, tr_sigma) where it sampled."""
+        """Called after every step. scale: the norm layers' NoiseScale; the pairs (sq_norm, tr_sigma) of a step that sampled."""
         self.waiting += tokens
         self.age += tokens
         if body_pair is None or norm_pair is None or not scale.gns:
@@ -188,7 +188,7 @@ class Calibration:
             self.held, self.age = measured, 0
 
     def measured(self, level=0.95):
-        """(factor, half the interval of its logarithm) of the averages, or None: some average not clearly above zero."""
+        """(factor, half the interval of its logarithm), or None unless all four averages are clearly above zero."""
         z = self.averages.quantile(level)
         if z is None:
             return None
@@ -200,8 +200,8 @@ class Calibration:
         return mean[0] / mean[1] / (mean[2] / mean[3]), spread
 
     def steps_to_go(self, level=0.95, most=1000):
-        """A guess at the sampled steps still needed until there is a factor, from the spread of those so far; None where they
-        do not tell. 0 where there is one."""
+        """How many more steps have to sample until there is a factor, a guess from the spread of those that did: 0 where there
+        is one, None where they do not tell."""
         if self.held:
             return 0
         n = self.averages.effective_updates
@@ -210,7 +210,7 @@ class Calibration:
         mean, cov = self.averages.means(), self.averages.covariance()
         if min(mean) <= 0:
             return None
-        spread = max(math.sqrt(max(cov[i][i], 0.0) * n) / m for i, m in enumerate(mean))  # of one step, over the mean
+        spread = max(math.sqrt(max(cov[i][i], 0.0) * n) / m for i, m in enumerate(mean))  # of one step, relative to the mean
         return next((max(1, math.ceil(k - n)) for k in range(2, most) if student_t(level, k - 1) * spread < math.sqrt(k)), None)
 
     def factor(self):
@@ -222,8 +222,8 @@ class Calibration:
         return value, value * math.exp(-spread), value * math.exp(spread)
 
     def apply(self, scale):
-        """The whole model's noise scale (value, low, high) from the norm layers', or None. Relative errors of the two
-        are added in quadrature: the sampled steps are few among the steps behind `scale`."""
+        """The whole model's noise scale (value, low, high) from the norm layers', or None. Relative errors of factor and scale
+        are added in quadrature, as if independent: few of the steps behind `scale` sampled."""
         factor, interval = self.factor(), scale.interval()
         if factor is None or interval is None or interval[0] <= 0 or not scale.gns:
             return None
@@ -243,7 +243,7 @@ class Calibration:
         self.waiting, self.held, self.age = state["waiting"], held, state["age"]
 
 
-# -- what-if: from one run to other batches. A phase is (steps, batch, noise), a stretch of a run with its batch B and its N.
+# -- what-if: from one run to other batches. A phase is (steps, batch, noise): a stretch of a run with batch B, noise scale N.
 
 
 def progress(batch, noise):
@@ -252,21 +252,21 @@ def progress(batch, noise):
 
 
 def equivalent_steps(phases, batch):
-    """The steps at another batch B' that achieve what the phases did: sum of dS B/(B+N) (B'+N)/B'. At a phase's own batch the
-    two products are the same number, so its steps come back to the last bit."""
+    """The steps at another batch B' that achieve what the phases did: sum of steps B/(B+N) (B'+N)/B'. It is computed as one
+    quotient of two products, which are equal at a phase's own batch: its steps come back to the last bit."""
     return sum(steps * ((b * (batch + noise)) / (batch * (b + noise))) for steps, b, noise in phases)
 
 
 def fewest(phases):
-    """(steps, examples) that no batch goes below: S of steps without noise, E of S weighted by N. At batch B the same takes
-    S + E/B steps and S B + E examples (McCandlish et al. 2018, section 2), so E/S is the one noise scale that stands
-    for all phases."""
+    """(S, E): the steps and the examples that no batch goes below. S counts steps without noise, and E is the sum of N over
+    them. What the phases achieved takes S + E/B steps and S B + E examples at batch B (McCandlish et al. 2018, section 2), so
+    E/S is the one noise scale that stands for all phases."""
     steps = [s * progress(b, noise) for s, b, noise in phases]
     return sum(steps), sum(s * noise for s, (_, _, noise) in zip(steps, phases))
 
 
 def product(*triples):
-    """The product of independent triples: relative errors in quadrature."""
+    """The product of independent triples (value, low, high). Relative errors are added in quadrature."""
     value = math.prod(t[0] for t in triples)
     if value <= 0:
         return 0.0, 0.0, math.prod(t[2] for t in triples)
@@ -276,18 +276,19 @@ def product(*triples):
 
 
 def batches_within(seconds, steps, examples, fixed, per_example):
-    """(smallest, largest) batch with (S + E/B)(t0 + t1 B) <= seconds, from `fewest`; None if no batch is that fast."""
+    """(smallest, largest) batch B that takes no more than `seconds`: (S + E/B)(t0 + t1 B) with (S, E) = (steps, examples) from
+    `fewest`, t0 = fixed and t1 = per_example. None if no batch is that fast."""
     a, b, c = steps * per_example, steps * fixed + examples * per_example - seconds, examples * fixed
     under = b * b - 4 * a * c
     if b >= 0 or under < 0:
         return None
     root = math.sqrt(under)
-    return 2 * c / (root - b), (root - b) / (2 * a)  # the small root without a difference of near numbers
+    return 2 * c / (root - b), (root - b) / (2 * a)  # not (-b - root) / 2a: a difference of numbers that are close
 
 
 def ratio_interval(m_s, m_g, v_ss, v_sg, v_gg, z):
-    """Fieller 1954: the r with (m_s - r m_g)^2 <= z^2 (v_ss - 2 r v_sg + r^2 v_gg). None where that set is unbounded,
-    or the denominator is not above zero: then the data do not determine a ratio."""
+    """(low, high) of the ratio of two means (Fieller 1954): all r with (m_s - r m_g)^2 <= z^2 (v_ss - 2 r v_sg + r^2 v_gg).
+    None where that set is unbounded or m_g is not above zero: then the data do not determine a ratio."""
     a = m_g * m_g - z * z * v_gg
     if not (a > 0 and m_g > 0):
         return None
