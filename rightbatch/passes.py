@@ -1,6 +1,6 @@
 """
-Forward passes: which one a call of a layer belongs to, how many examples it has, and what each of them weighs in the loss.
-Where in a program we are: in a backward pass, in torch.func, within a call that is still at work.
+Passes tells which forward pass a call of a layer belongs to, how many examples that has, and what each weighs in the loss.
+The functions below it tell where in a program we are: in a backward pass, in torch.func, within a call that is still at work.
 """
 
 import sys
@@ -14,31 +14,30 @@ from rightbatch.recognise import WatchError
 
 @dataclass(eq=False)
 class Pass:
-    """What a forward pass of the model brings: B examples, tokens, lengths (B,) or None; whether its loss is a part of one mean
-    over the whole step."""
-    B: int | None = None
+    """One forward pass of the model."""
+    B: int | None = None   # examples
     shape: tuple = ()      # of the input that has the examples
     tokens: int = 0
-    lengths: torch.Tensor | None = None
-    whole: bool = False
-    segments: tuple | None = None  # (document of each position (B, T), number of documents): these are the examples
+    lengths: torch.Tensor | None = None  # (B,) what each example weighs in the loss; None where they weigh alike
+    whole: bool = False    # its loss is a part of one mean over all tokens of the step
+    segments: tuple | None = None  # (document of each position (B, T), number of documents): documents are the examples
     inside: bool = False   # not over yet
-    level: int = 0         # how many calls of the model were at work when it was opened, this one counted
-    frame: object = None   # of the call that opened it, if it is a call
+    level: int = 0         # calls of the model at work when this pass was opened, its own counted
+    frame: object = None   # of the call that opened it; None if w.batch did, or the model is compiled
     repeat: bool = False   # opened in a backward pass: the model as a whole is in a checkpoint
-    z: dict = field(default_factory=dict)       # site -> where its calls of this pass meet
+    z: dict = field(default_factory=dict)       # name of a site -> taps.Gather's result, where its calls meet
     counts: dict = field(default_factory=dict)  # (examples, dtype, device) -> taps.head
-    calls: dict = field(default_factory=dict)   # layer -> how often it was called, where that matters
-    hidden: dict = field(default_factory=dict)  # layer -> calls that reentrant checkpointing is yet to make again
+    calls: dict = field(default_factory=dict)   # name of a layer -> its calls under reentrant checkpointing
+    hidden: dict = field(default_factory=dict)  # of these, the calls that the backward pass has not made again yet
 
     def same(self, other):
-        """Whether it makes no difference which of both a layer belongs to."""
+        """Whether a layer measures the same in either pass."""
         return ((self.B, self.tokens) == (other.B, other.tokens)
                 and self.lengths is other.lengths and self.segments is other.segments)
 
 
-# Stands for the pass of a call that checkpointing makes again in the backward pass, where gradients go through the first call:
-# what the second one measures goes nowhere.
+# The pass of a second call that non-reentrant checkpointing makes in the backward pass. Gradients go through the first call, so
+# that what the second one measures goes nowhere.
 REPEATED = Pass()
 
 
@@ -52,23 +51,26 @@ class Passes:
         self.current = Pass()
         self.next_lengths: torch.Tensor | None = None
         self.next_segments: tuple | None = None
-        self.opened = False  # since the last step
-        self.calls, self.hidden = 0, []  # calls of the model at work; passes with layers to be called again
+        self.opened = False  # any pass since the last step
+        self.calls, self.hidden = 0, []  # calls of the model at work; passes with calls under reentrant checkpointing
 
     def begin(self, model, args, kwargs):
-        """Forward pre-hook of the model. A call within a call belongs to the pass that is open."""
+        """Forward pre-hook of the model."""
         self.calls += 1
         self.open(args, kwargs, None if torch.compiler.is_compiling() else sys._getframe(2))
 
     def open(self, args, kwargs, frame=None):
+        """Open a pass. A call within a call belongs to the pass that is open."""
         if not torch.is_grad_enabled() or in_transform():
             return
         now, given = self.current, inputs.arguments(self.facts, args, kwargs)
         if now.inside and now.frame is not None and not on_stack(now.frame):
-            self.calls, now.inside = 1, False  # that pass was interrupted and never ended
-        if now.inside:
-            if now.lengths is None and not now.counts and self.lengths == "auto":  # who opened it need not know the labels
+            self.calls, now.inside = 1, False  # that call was interrupted, and no hook saw its end
+        whole = self.token_mean == "step" or self.token_mean == "auto" and inputs.one_mean_per_step(self.facts, given)
+        if now.inside:  # w.batch(x) may have opened it, which knows neither labels nor num_items_in_batch
+            if now.lengths is None and not now.counts and self.lengths == "auto":
                 now.lengths = inputs.lengths_of(self.facts, given, now.B, now.segments)
+            now.whole = now.whole or whole
             return
         if not torch.compiler.is_compiling():
             self.opening()
@@ -80,7 +82,6 @@ class Passes:
         lengths, segments, self.next_lengths, self.next_segments = self.next_lengths, self.next_segments, None, None
         if lengths is None and self.lengths == "auto":
             lengths = inputs.lengths_of(self.facts, given, B, segments)
-        whole = self.token_mean == "step" or self.token_mean == "auto" and inputs.one_mean_per_step(self.facts, given)
         self.opened = True
         self.current = Pass(B, () if first is None else first.shape, tokens, lengths, whole, segments, inside=True,
                             level=self.calls, frame=frame, repeat=in_backward())
@@ -93,9 +94,9 @@ class Passes:
         self.calls -= 1
 
     def enter(self, name):
-        """The Pass that a call of a layer belongs to, or None where there is nothing to measure. Checkpointing calls layers
-        again in the backward pass, when other forward passes may have come in between. With reentrant checkpointing gradients
-        go through that second call, with the other kind through the first."""
+        """The Pass that a call of a layer belongs to, or None where there is nothing to measure. Checkpointing calls layers a
+        second time, in the backward pass, and other forward passes may have come in between. Gradients go through the second
+        call if the checkpointing is reentrant, else through the first."""
         now = self.current
         if not torch.is_grad_enabled():
             if now.inside and not torch.compiler.is_compiling() and in_function():
@@ -139,8 +140,9 @@ class Passes:
         return now.counts[key]
 
     def check_order(self, name, module, args, kwargs):
-        """Pre-hook of a layer that says where it has the batch. Where norm layers alone are looked at, (T, B, C) is a batch of
-        T. A layer of folded examples has a multiple of B there, and its other dimension may be B by chance."""
+        """Pre-hook of a layer that has batch_first: refuse the model if its batch is not where watch looks for it. Norm layers
+        alone cannot tell: to them (T, B, C) is a batch of T. Not refused is a layer of folded examples, which has a multiple of
+        B in its own batch dimension; the other dimension may be B by chance."""
         x, now, dim = args[0] if args else next(iter(kwargs.values()), None), self.current, 0 if module.batch_first else 1
         if not (now.inside and now.B and isinstance(x, torch.Tensor) and x.dim() == 3):
             return
