@@ -1,5 +1,5 @@
 """
-Where a step ends: an optimizer steps, w.step() is called, or the batch is thrown away.
+Ending notices where a step ends: an optimizer steps, w.step() is called, or the batch is thrown away.
 """
 
 import warnings
@@ -7,6 +7,7 @@ import warnings
 import torch
 
 from rightbatch.common import is_dtensor
+from rightbatch.passes import in_backward
 from rightbatch.recognise import WatchError
 
 NO_GRADIENT = ("no watched layer got a gradient since the last step: was the model compiled before watch(model) (later hooks "
@@ -17,16 +18,17 @@ THROWN_AWAY = ("batches were thrown away, their gradients set to None, and no st
 
 class Ending:
     def __init__(self, optimizers, scaler, clock, close, forget):
-        """optimizers: a list, which grows. close: called where an optimizer steps; forget: where a batch was thrown away."""
+        """optimizers: a list that attach extends. close: called where an optimizer steps; forget: where a batch is thrown away.
+        close is None where that does not end a step."""
         self.optimizers, self.scaler, self.clock, self.close, self.forget = optimizers, scaler, clock, close, forget
         self.scaler_states = getattr(scaler, "_per_optimizer_states", None)
         self.sites, self.handles = [], []
-        self.steps = 0         # that were closed
-        self.idle = 0          # times that the optimizer stepped, or gradients went away, before the first step was closed
-        self.depth = 0         # of optimizer.step: a subclass that calls the one of its base runs the hooks twice
-        self.stepped = []      # optimizers, since the last step was closed
-        self.asked = False     # to be told when the backward pass at work is over
-        self.had_gradients = False  # the parameters themselves, behind a backward pass of this step
+        self.steps = 0         # closed so far
+        self.idle = 0          # times that there was nothing to close, before the first step was closed
+        self.depth = 0         # calls of optimizer.step within each other: a subclass that calls its base's runs hooks twice
+        self.stepped = []      # optimizers that have stepped since the last step was closed
+        self.asked = False     # autograd will call backward_over
+        self.had_gradients = False  # parameters had a .grad when a backward pass of this step was over
 
     def attach(self, optimizer):
         for each in single(optimizer):
@@ -42,7 +44,7 @@ class Ending:
         self.handles = []
 
     def begun(self):
-        """Whether a layer has a gradient since the last step."""
+        """Whether a watched layer has got a gradient since the last step."""
         return any(site.open for site in self.sites)
 
     def closed(self):
@@ -53,7 +55,7 @@ class Ending:
     # -- the backward pass
 
     def gradient_came(self, leaf):
-        """Some layer has its gradient: look at the clock, and at the parameters, when all have theirs."""
+        """A layer has its gradient. Ask autograd for a call when all have theirs."""
         if not self.asked:
             self.asked = True
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_over)
@@ -66,7 +68,7 @@ class Ending:
     # -- the optimizer
 
     def before_optimizer(self, optimizer, args, kwargs):
-        """A closure computes the gradients inside of optimizer.step: then the step ends behind it."""
+        """Close the step; behind the closure if there is one, which computes the gradients inside of optimizer.step."""
         self.depth += 1
         if self.depth > 1 or self.close is None:
             return None
@@ -78,36 +80,40 @@ class Ending:
             loss = closure()
             self.close()
             return loss
-        return (optimizer, closure_and_step), {}
+        if len(args) > 1:
+            return (optimizer, closure_and_step, *args[2:]), kwargs
+        return args, {**kwargs, "closure": closure_and_step}
 
     def after_optimizer(self, optimizer):
         self.depth = max(0, self.depth - 1)
         if not self.depth and not any(optimizer is other for other in self.stepped) and self.clock.updated():
             self.stepped.append(optimizer)
 
-    # -- what never ended
+    # -- a step that never ended
 
     def begin(self):
-        """A forward pass begins: what a step left that never ended must not go into it. GradScaler leaves out a step that
-        overflowed, and the optimizer's hook does not run; its update() puts a new dict in the place of the old one, which tells
-        without asking the device. Others set gradients to None that were there behind the backward pass. Sharded ones may only
-        be elsewhere."""
+        """A forward pass begins: forget what belongs to a batch that was thrown away. Two things tell, without asking the
+        device. GradScaler leaves out a step that overflowed, so that no hook of the optimizer runs, but its update() replaces
+        its dict of states. And gradients that the backward pass left are None now; sharded ones may only be elsewhere."""
         self.depth = 0  # an optimizer.step that raised did not say that it was over
         states = getattr(self.scaler, "_per_optimizer_states", None)
-        gone = self.had_gradients and not any(p.grad is not None or is_dtensor(p) for s in self.sites for p in s.parameters)
+        raised = self.asked and not in_backward()  # in the middle of a backward pass
+        gone = (self.had_gradients or raised) and not any(
+            p.grad is not None or is_dtensor(p) for s in self.sites for p in s.parameters)
         if self.begun() and (gone or states is not self.scaler_states):
             self.forget()
             self.nothing_to_close(THROWN_AWAY)
-        self.scaler_states = states
+        self.asked, self.scaler_states = self.asked and not raised, states
 
     def nothing_to_close(self, words):
+        """Warn at the third time, unless steps do get closed."""
         self.idle += not self.steps
-        if self.idle == 3:
+        if self.idle == 3 and not self.steps:
             warnings.warn(words, stacklevel=2)
 
 
 def single(optimizer):
-    """[optimizer] without what may be around it: a list, torchtitan's container, accelerate's wrapper."""
+    """The optimizers in a list, in torchtitan's container, in accelerate's wrapper, or [optimizer]."""
     if optimizer is None:
         return []
     if isinstance(optimizer, (list, tuple)):
@@ -121,7 +127,7 @@ def single(optimizer):
 
 
 def scaler_of(optimizer):
-    """accelerate's wrapper has the GradScaler."""
+    """The GradScaler that accelerate's wrapper holds, or None."""
     for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         while each is not None:
             if getattr(each, "scaler", None) is not None:

@@ -1,17 +1,17 @@
 """
-The gradient noise scale of any model, in any training loop.
+watch measures the gradient noise scale of any model, in any training loop.
 
     from rightbatch import watch
     w = watch(model)                 # before torch.compile; DDP and FSDP before or after
     ...                              # forward and backward, as often as you accumulate
-    w.step()                         # after the last backward pass of a step; with watch(model, optimizer) by itself
+    w.step()                         # after the last backward pass of a step; watch(model, optimizer) does it by itself
     print(w)                         # right batch for time 8 [8, 16], for tokens 8, balance of both 56 [48, 80]: by ...
     log(w.row())                     # {"gns": 58.0, "gns_low": ..., "gns/norm": ..., ...}, the keys of train.py
     print(w.whatif())                # the right batch on this machine; needs the optimizer
 
 The model's code, its results and its state_dict stay as they are. docs/watch.md has the recipes and what is assumed.
 
-Letters: B examples, c_b what example b adds to the gradient, q = sum |c_b|^2, big = |sum c_b|^2, h = sum of squared shares.
+B examples, c_b what example b adds to the gradient, q = sum |c_b|^2, big = |sum c_b|^2, h = sum (share of the loss)^2.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from rightbatch.recognise import WatchError
 from rightbatch.sampled import Sampler
 from rightbatch.sites import MIXES, check_model, find_layers, find_norms
 
-FETCH = 512     # steps that may wait on the device when nobody asks for a report
+FETCH = 512  # closed steps that wait on the device at most, where nobody asks for a report
 
 
 def watch(model: torch.nn.Module, optimizer=None, *, mode: str = "norm", fused: bool = False, calibrate: bool = True,
@@ -45,9 +45,9 @@ def watch(model: torch.nn.Module, optimizer=None, *, mode: str = "norm", fused: 
     A Watch of the model: print it, or log its row().
 
     model             finds LayerNorms and RMSNorms by what they do; w.left_out says what it left out, and why
-    optimizer         closes steps by itself, reports in Adam's metric, too, and lets w.whatif() time the update; or a list
-    mode              "norm", or "exact": all rows of every other weight, in every step, at the price of their gradients
-                      once more
+    optimizer         or a list of them: then steps close by themselves, Adam's metric is reported, too, and w.whatif() knows
+                      what an update takes
+    mode              "norm", or "exact": every step measures all other weights, too, which costs their gradients once more
     fused             let our kernels compute the norm layers that are recognised, and their taps: faster, the same up to
                       rounding. On a CPU they are compiled once, which takes half a minute
     calibrate         with mode="norm": one step in several samples a few rows of every other weight, which tells the factor
@@ -56,26 +56,25 @@ def watch(model: torch.nn.Module, optimizer=None, *, mode: str = "norm", fused: 
     skip              names or patterns of modules to leave out, "*.q_norm"; a name stands for all below it
     scaler            torch.amp.GradScaler, whose factor changes between steps
     half_life_tokens  averages forget half in so many tokens, or in a fifth of those seen, if less
-    lengths           what an example weighs in the loss: "auto" counts labels that are not ignored, else the attention mask of
-                      a language model; "equal"; w.weights(n) says it for one forward pass
+    lengths           what an example weighs in the loss: "auto" counts its labels that are not ignored, or without labels what
+                      a language model's attention mask lets through; "equal". w.weights(n) says it for one forward pass
     token_mean        "micro": each forward pass's loss is a mean over its own tokens (and averaged over accumulation, ranks).
-                      "step": all tokens of the step weigh alike. "auto": step where the model's loss is divided by
-                      num_items_in_batch, as in Hugging Face's Trainer
-    group             process group that holds the batch
-    close_steps       False: the optimizer is for its metric alone, and w.step() is called by you
+                      "step": all tokens of the step weigh alike. "auto": "step" where the model's loss is divided by
+                      num_items_in_batch, as in Hugging Face's Trainer, else "micro"
+    group             process group that shares the batch
+    close_steps       False: the optimizer gives its metric alone, and you call w.step()
     """
     return Watch(**locals())
 
 
 @dataclass
 class Last:
-    """One step: its examples, mean |g_b|^2 and |mean g_b|^2 over the watched parameters, both up to one common factor. With
-    unequal shares of the loss `effective` is Kish's number of examples, and `small` goes with it."""
+    """One step's numbers over the watched parameters, norms up to one common factor."""
     examples: int
-    small: float
-    big: float
-    effective: float
-    mean_length: float  # tokens that count in an example
+    small: float        # mean |g_b|^2; where shares of the loss are unequal, weighted by their squares
+    big: float          # |mean g_b|^2
+    effective: float    # Kish's number of examples, 1/h; with equal shares all of them
+    mean_length: float  # tokens of an example that count in the loss
 
 
 @dataclass
@@ -84,13 +83,13 @@ class Closed:
     numbers: torch.Tensor  # taps.Counts, then (q, big) of each name
     names: list
     whole: bool            # its loss is one mean over all its tokens
-    events: list           # moments; that of the update comes later
-    asked: bool            # by w.step()
+    events: list           # [(what, moment)] of the clock, which adds the update's later
+    asked: bool            # w.step() closed it, and no optimizer did
 
 
 class Watch:
-    """What watch() returns, which documents the options. `left_out` says which layers are not watched, and why; `meter` has the
-    averages; `steps` counts those that were closed."""
+    """What watch() returns; the options are documented there. `left_out` says which layers are not watched, and why; `meter`
+    has the averages; `steps` counts closed steps."""
 
     def __init__(self, model, optimizer, *, mode, fused, calibrate, batch_dim, skip, scaler, half_life_tokens, lengths,
                  token_mean, group, close_steps):
@@ -101,7 +100,7 @@ class Watch:
         norms = find_norms(model, skip, self.left_out)
         samples = calibrate or mode == "exact"
         layers = find_layers(model, skip, self.left_out, mode == "exact") if samples else []
-        self._direct = mode == "exact" or not norms  # the whole model is measured in every step, and not by a factor
+        self._direct = mode == "exact" or not norms  # every step measures the whole model: no factor is needed
         self.meter = Meter(half_life_tokens, whole={"": "body", "_adam": "body_adam"} if self._direct else {})
         check_sites(norms, layers, self.left_out, samples)
         self._without_layers = ("no other layer is a linear or a convolution, whose rows could be sampled." if samples else
@@ -113,7 +112,7 @@ class Watch:
         self._ending = Ending(self._moments.optimizers, scaler or scaler_of(optimizer), self._clock,
                               self.step_if_begun if close_steps else None, self.forget)
         self._passes = Passes(model, batch_dim, lengths, token_mean, self._opening)
-        self._waiting, self._checked = [], False  # Closed steps; whether one was looked at
+        self._waiting, self._checked = [], False  # Closed steps, not fetched yet; whether any step could be measured so far
         self._newest, self._unmeasured, self._quantum, self._open = None, 0, 1, True
         self._hooks = Hooks(model, norms, self._sampler, self._passes, self.left_out, self._ending.gradient_came)
         self._ending.sites = self._hooks.sites
@@ -123,15 +122,15 @@ class Watch:
             self._hooks.insert(model)
             self.attach(optimizer)
         except BaseException:
-            self.close()  # who is refused has the model as it was
+            self.close()  # a model that is refused stays as it was
             raise
 
     # -- what a loop says
 
     @contextlib.contextmanager
     def batch(self, *args, **kwargs) -> Iterator[None]:
-        """One forward pass that is not one call of the model: a method of your own, or several calls with the same examples.
-        Takes what the model is called with, or at least a tensor that has the examples:
+        """Make one forward pass of what is not one call of the model: a method of your own, or several calls with the same
+        examples. The arguments are those of the model, or at least a tensor that has the examples:
 
             with w.batch(x):
                 loss = model.loss(x)
@@ -144,16 +143,16 @@ class Watch:
             self._passes.end()
 
     def weights(self, n: torch.Tensor | Sequence[float]) -> None:
-        """What each example of the next forward pass weighs in its loss, (B,): number of its tokens, or any other measure."""
+        """Say what each example of the next forward pass weighs in its loss, (B,): number of its tokens, or another measure."""
         n = torch.as_tensor(n)
         if n.device.type == "cpu" and not (n.dim() == 1 and bool((n >= 0).all()) and bool(n.sum() > 0)):
             raise WatchError(f"w.weights({n.tolist()}): expected one weight for each example, none negative, not all zero")
         self._passes.next_lengths = n
 
     def segments(self, ids: torch.Tensor, n: int | None = None) -> None:
-        """Documents packed into the rows of the next forward pass, which are the examples then: the number of each position's
-        document, (B, T), from 0 on and different in every row; -1 is padding. n: how many, where ids are on a device that would
-        have to be asked. Attention must not cross documents."""
+        """Say which documents are packed into the rows of the next forward pass. They are the examples then. ids (B, T): the
+        document of each position, numbered from 0 over all rows; -1 is padding. n: how many documents there are, else a device
+        that holds ids has to be asked. Attention must not cross documents."""
         ids = torch.as_tensor(ids)
         if ids.dim() != 2:
             raise WatchError(f"w.segments: expected the document of each position, (B, T), got {tuple(ids.shape)}")
@@ -163,13 +162,13 @@ class Watch:
         self._passes.next_segments = ids, n
 
     def attach(self, optimizer) -> None:
-        """An optimizer, or several, whose metric is reported, and whose step ends a step."""
+        """Report in the metric of an optimizer, or of several, whose step() closes a step from now on."""
         self._ending.attach(optimizer)
         self._moments.groups = {}
 
     def start(self) -> None:
-        """Before the first forward pass of a step: its time counts from here. Only a compiled model needs it, for w.whatif(),
-        with a GradScaler, and where you throw batches away: hooks inside of it cannot look at a clock, nor at gradients."""
+        """Begin a step, before its first forward pass: its time counts from here. Only a compiled model needs it, whose hooks
+        can look neither at a clock nor at gradients: for w.whatif(), with a GradScaler, and where you throw batches away."""
         self._ending.begin()
         self._clock.passed("start")
 
@@ -182,16 +181,16 @@ class Watch:
         self._close_step(asked=True)
 
     def step_if_begun(self) -> None:
-        """The same for whoever does not know whether there is anything to close. Optimizers step without gradients: when
-        torch.distributed.checkpoint makes their state, or the second one of two that follow one backward pass."""
+        """Close a step if there is one. Optimizers step without it, too: when torch.distributed.checkpoint makes their state,
+        and the second of two optimizers after the first has closed it."""
         if self._ending.begun() or self._ranks.several() and self._passes.opened:
             self._close_step(asked=False)
         else:
             self._ending.nothing_to_close(NO_GRADIENT)
 
     def forget(self) -> None:
-        """Leave out what came since the last step, of a batch that you throw away. Goes without saying where its gradients are
-        set to None, as optimizer.zero_grad() does, and where GradScaler skips a step."""
+        """Leave out what came since the last step: you throw that batch away. It is noticed without a call where its gradients
+        are set to None, as optimizer.zero_grad() does, and where GradScaler skips a step."""
         if self._ending.begun():
             self._unmeasured += 1
         self._clock.events, self._passes.hidden, self._ending.had_gradients = [], [], False
@@ -238,7 +237,7 @@ class Watch:
     # -- on the host, when somebody asks
 
     def fetch(self) -> None:
-        """Bring the averages up to date, with one transfer for all steps that wait."""
+        """Add the steps that wait to the averages, with one transfer for all of them."""
         if not self._waiting:
             return
         waiting, self._waiting = self._waiting, []
@@ -248,12 +247,12 @@ class Watch:
             self._absorb(step, counts, {name: (next(flat), next(flat)) for name in step.names})
 
     def _absorb(self, step: Closed, counts: taps.Counts, numbers: dict[str, tuple[float, float]]) -> None:
-        """One step. A step that cannot be measured leaves the averages as they are."""
+        """Add one step to the averages, unless it cannot be measured. numbers: {name: (q, big)}."""
         coverage, B = numbers.pop("coverage", None), counts.examples
         reported = [name for name in numbers if self._direct or name.startswith("norm")]
         for name in reported:
             self.meter.scale(name)  # in the log from the first step on
-        if counts.passes == 0:  # on no rank: alone, it was noticed before
+        if counts.passes == 0:  # no rank has a gradient. A single process did not come here: begun() told it
             self._ending.steps -= 1
             if step.asked and not self._checked:
                 raise WatchError(NO_GRADIENT)
@@ -282,14 +281,14 @@ class Watch:
 
     @property
     def last(self) -> Last | None:
-        """The newest step alone, a Last; None before the first."""
+        """The newest measured step; None before the first."""
         self.fetch()
         return self._newest
 
     @property
     def skipped(self) -> int:
-        """Steps that were not measured: their gradient was not finite, GradScaler left them out, or the loss was all one
-        example's."""
+        """How many steps were not measured: their gradient was not finite, their loss was all one example's, or they were
+        thrown away, by GradScaler or by you."""
         self.fetch()
         return self._unmeasured
 
@@ -298,8 +297,8 @@ class Watch:
         return self._ending.steps
 
     def row(self, all_ranks: bool = False) -> dict:
-        """The log keys: the noise scale in examples with its 95% interval, |G|^2 and tr(Sigma); None while undetermined. The
-        cost of a step and the right batch once they are known; all_ranks as in whatif."""
+        """The log keys: the noise scale in examples with its 95% interval, |G|^2 and tr(Sigma), None while undetermined; the
+        cost of a step and the right batch, once they are known. all_ranks as in whatif."""
         self.fetch()
         row = self.meter.row()
         if self._direct or self._sampler.layers:
@@ -308,8 +307,8 @@ class Watch:
         return row | step_time.row(cost) | self._decide(cost).row()
 
     def whatif(self, all_ranks: bool = False) -> Decision:
-        """The right batch on this machine, a Decision: print it, or read .right. Each rank has its own clock; with all_ranks,
-        which all have to call then, the slowest one's counts, as it should."""
+        """The right batch on this machine, a Decision: print it, or read .right. Each rank answers by its own clock. With
+        all_ranks all of them have to call, and all answer by the slowest one's, which is the right one."""
         self.fetch()
         return self._decide(self._step_cost(all_ranks))
 
@@ -361,6 +360,7 @@ class Watch:
         return {**self.meter.state_dict(), "steps": self.steps, "step_time": self._clock.state_dict()}
 
     def load_state_dict(self, state: dict) -> None:
+        self._waiting = []  # steps of before, which the state knows nothing of
         self.meter.load_state_dict(state)
         self._ending.steps = state["steps"]
         self._clock.load_state_dict(state["step_time"])
@@ -381,8 +381,8 @@ def check_options(model, half_life_tokens, **options):
 
 def check_sites(norms, layers, left_out, samples):
     if layers and not norms and "frozen" in left_out.values():
-        warnings.warn("the norm layers are frozen, and what their noise scale would be misleads: watching the layers that are "
-                      "trained instead", stacklevel=4)
+        warnings.warn("the norm layers are frozen, and their noise scale would mislead: watching the layers that are trained "
+                      "instead", stacklevel=4)
     if not norms and not layers:
         raise WatchError("nothing to watch: " + (
             f"its {MIXES}" if MIXES in left_out.values() else

@@ -4,6 +4,7 @@ import copy
 import gc
 import inspect
 import io
+import warnings
 import weakref
 
 import pytest
@@ -101,8 +102,11 @@ def test_the_state_goes_on_where_it_was():
     state = w.state_dict()
     w.close()
     other = watch(model)
+    for seed in range(2):  # steps that still wait on the device are none of the state's
+        other.model(ids(seed)).backward()
+        other.step()
     other.load_state_dict(torch.load(io.BytesIO(saved(state)), weights_only=True))
-    assert other.row() == w.row()
+    assert other.row() == w.row() and other.steps == 3
 
 
 def saved(state):
@@ -687,6 +691,20 @@ def test_gradients_that_are_nowhere_to_be_seen_are_not_taken_for_thrown_away():
     check_step(w, truth_of(plain(), idx), NORMS)
 
 
+def test_a_backward_pass_that_raises_is_left_out():
+    """As a loop does that runs out of memory and tries again."""
+    model, idx = plain(), ids()
+    w = watch(model)
+    handle = model.embedding.weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids(7)).backward()
+    handle.remove()
+    model.zero_grad()
+    model(idx).backward()
+    w.step()
+    check_step(w, truth_of(model, idx), NORMS)
+
+
 def test_steps_that_nobody_closes_are_noticed():
     model = plain()
     w = watch(model)
@@ -696,6 +714,13 @@ def test_steps_that_nobody_closes_are_noticed():
         for seed in range(4):
             model.zero_grad()
             model(ids(seed)).backward()
+    w.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # steps are closed now: one batch that is thrown away is no mistake
+        for seed in range(2):
+            model(ids(seed)).backward()
+            model.zero_grad()
+        model(ids()).backward()
 
 
 def test_an_optimizer_that_steps_without_gradients_closes_nothing():
@@ -771,6 +796,24 @@ def test_amsgrads_metric_is_of_the_largest_second_moment():
     state = optimizer.state[p]
     assert float(state["max_exp_avg_sq"].sum()) > 1.5 * float(state["exp_avg_sq"].sum())
     assert torch.allclose(w._moments.of_all([p], list), 1 / ((state["max_exp_avg_sq"] / (1 - 0.5**3)).sqrt() + 1e-8))
+
+
+class Scaled(torch.optim.SGD):
+    def step(self, closure=None, *, scale=1.0):
+        self.scale = scale
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_an_optimizer_keeps_the_arguments_beside_its_closure(by_name):
+    model = plain()
+    optimizer = Scaled(model.parameters(), lr=0.0)
+    w = watch(model, optimizer)
+
+    def closure():
+        model(ids()).backward()
+    optimizer.step(**{"closure": closure, "scale": 2.0}) if by_name else optimizer.step(closure, scale=2.0)
+    assert w.steps == 1 and optimizer.scale == 2.0
 
 
 class TwoSteps(torch.optim.AdamW):
