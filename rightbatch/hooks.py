@@ -1,5 +1,5 @@
 """
-The hooks in a model: they tell where a forward pass begins and ends, and pass the output of each watched layer through a tap.
+Hooks tell where a forward pass of the model begins and ends, and pass the output of each watched layer through a tap.
 """
 
 import warnings
@@ -12,7 +12,7 @@ from rightbatch.passes import REPEATED, in_backward
 from rightbatch.recognise import WatchError
 from rightbatch.sites import BATCH_NORM, MIXES, OWN_FORWARD
 
-ORDERED = torch.nn.MultiheadAttention, torch.nn.RNNBase  # layers that know where the batch is: batch_first
+ORDERED = torch.nn.MultiheadAttention, torch.nn.RNNBase  # layers whose batch_first says where the batch is
 
 
 class Hook:
@@ -35,8 +35,8 @@ class Silent:
 
 class Hooks:
     def __init__(self, model, norms, sampler, passes, left_out, gradient_came):
-        """norms, sampler: what is tapped. left_out takes {name: why not}. gradient_came: called with a leaf in the backward
-        pass."""
+        """norms, and the sampler's layers, are tapped. left_out takes {name: why not}. gradient_came: called with a leaf that
+        has got its gradient, in the backward pass."""
         self.norms, self.sampler, self.passes, self.left_out = norms, sampler, passes, left_out
         self.gradient_came, self.handles = gradient_came, []
         self.mixing = [m for m in model.modules() if isinstance(m, BATCH_NORM)]
@@ -65,7 +65,7 @@ class Hooks:
             site.leaf = None
 
     def check_mixing(self):
-        """BatchNorm takes its statistics from the batch in training, and from what it has seen otherwise."""
+        """Refuse BatchNorm, or warn of it, where it takes its statistics from the batch: in training, or if it keeps none."""
         if not any(m.training or m.running_mean is None for m in self.mixing):
             return
         if not self.norms:
@@ -74,13 +74,13 @@ class Hooks:
         self.mixing = []  # said once
 
     def make_leaves(self):
-        """Ahead of the layers, which may be compiled: a leaf is not made within a graph."""
+        """Make leaves ahead of the layers' calls, which may be compiled: a leaf cannot be made within a graph."""
         for site in self.sites:
             if site.leaf is None and not site.weight_and_bias[0].is_meta:
                 self.leaf(site, site.weight_and_bias[0])
 
     def leaf(self, site, like):
-        """Made for the device that the model is on when it is used; a compiled model's are made before it is traced."""
+        """The site's leaf, a new one if the model has moved since. like: a tensor on its device, in its dtype."""
         leaf, dtype, n = site.leaf, torch.promote_types(like.dtype, torch.float32), taps.length(site.size)
         if leaf is None or (leaf.device, leaf.dtype) != (like.device, dtype) or len(leaf) != n:
             leaf = site.leaf = taps.new_leaf(site.size, dtype, like.device)
@@ -88,7 +88,7 @@ class Hooks:
         return leaf
 
     def tap(self, site, use, module, args, kwargs, y):
-        """Forward hook of a layer: pass its output through Tap. use: the site itself or one of its twins."""
+        """Forward hook of a layer: pass its output y through Tap. use: the site itself or one of its twins."""
         if site.dropped or not site.trained or site.norm is None and not self.sampler.on:
             return None
         now = self.enter(site)
@@ -98,7 +98,7 @@ class Hooks:
         if site.rows is not None and site.rows.device != y.device:
             site.rows = site.rows.to(y.device)
         dim = 0 if site.kind == "convolution" or site.norm and use.norm.channels > 0 else self.passes.batch_dim
-        alone = in_backward() and not now.repeat  # a call that is made again has a graph of its own
+        alone = in_backward() and not now.repeat  # a second call under checkpointing has a graph of its own
         words = None if now is REPEATED else misfit(site, use, x, y, now, alone, dim)
         if words and site.norm:
             raise WatchError(f"{use.name} {words}. skip=({use.name!r},) leaves it out")
@@ -112,7 +112,7 @@ class Hooks:
         return taps.Tap.apply(y, x, z, site.rows, site, tuple(site.trained), use.norm, dim, now.segments, self.left_out)
 
     def enter(self, site):
-        """The pass of a call. Norm layers go on without a layer whose pass is not known."""
+        """The pass of a call. If it cannot be told, another layer is left out, as long as there are norm layers."""
         if torch.compiler.is_compiling() or site.norm or not self.norms:
             return self.passes.enter(site.name)
         try:
@@ -122,7 +122,7 @@ class Hooks:
             return None
 
     def gather(self, site, like, now, B, alone):
-        """Where the calls of a layer meet in one forward pass."""
+        """z, where the calls of a layer meet in one forward pass. like: the output; alone: this call has a z of its own."""
         z = None if alone else now.z.get(site.name)
         if z is None:
             leaf = self.leaf(site, like)
@@ -135,14 +135,15 @@ class Hooks:
 
 def misfit(site, use, x, y, now, alone, dim):
     """Why the examples of a call cannot be told apart, in words; None where they can."""
-    shape, channels = tuple(x.shape), site.kind == "convolution" or site.norm and use.norm.channels > 0  # in dimension 1
+    shape = tuple(x.shape)
+    channels = site.kind == "convolution" or site.norm and use.norm.channels > 0  # x is (B, C, ...)
     if is_dtensor(x) or is_dtensor(y) or not site.norm and is_dtensor(use.module.weight):
         return "has an example spread over ranks (sequence or tensor parallelism), so that no rank has its gradient"
     if alone and (now.calls[site.name] > 1 or site.name in now.z):
         return ("is used several times in a forward pass under reentrant checkpointing, which runs backward for each alone: "
                 "use_reentrant=False")
-    least = use.module.weight.dim() if site.kind == "convolution" else 2 if not site.norm else \
-        dim + 1 + max(0, -use.norm.channels)
+    least = dim + 1 + max(0, -use.norm.channels) if site.norm else \
+        use.module.weight.dim() if site.kind == "convolution" else 2
     if x.dim() < least:
         return f"gets an input {shape} that has no dimension of examples. One example is (1, ...)"
     if now.B is not None and x.shape[dim] != now.B:

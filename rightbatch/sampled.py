@@ -1,6 +1,7 @@
 """
-Which rows of which layers a step takes (rows.py says why a few are enough), and the check of a layer's first step: where its
-own sum over examples is not its weight's gradient, the weight is used elsewhere, or the layer does more than a linear one.
+A Sampler says which rows of which layers a step takes; rows.py says why a few are enough. In a layer's first such step it
+compares the sum over examples with the weight's gradient. Where they differ, the weight is used elsewhere, too, or the layer
+does more than a linear one, and is left out.
 """
 
 import torch
@@ -8,20 +9,20 @@ import torch
 from rightbatch import rows
 from rightbatch.sites import OWN_FORWARD
 
-TOLERANCE = 0.05  # of the comparison with the weight's gradient: that may be bf16
+TOLERANCE = 0.05  # relative error that the comparison lets pass: the weight's gradient may be bf16
 
 
 class Sampler:
     """The layers whose rows are sampled. `on`: whether the present step samples."""
 
     def __init__(self, layers, always, left_out):
-        """always: in every step. left_out takes {name: why not}."""
+        """always: every step samples. left_out takes {name: why not}."""
         self.layers, self.always, self.left_out = layers, always, left_out
-        self.checks = {}  # layer -> hooks of its parameters, until it was compared with their gradients
+        self.checks = {}  # layer not compared yet -> the handles of hooks on its parameters
         self.begin(0)
 
     def begin(self, step):
-        """Which rows a step takes, numbered from 0: the same on all ranks."""
+        """Choose the rows of a step, the same on all ranks. Steps are numbered from 0."""
         self.step, self.on = step, self.always or rows.samples(step)
         cut = [site for site in self.layers if site.count < site.height]
         if self.on and cut:
@@ -31,7 +32,7 @@ class Sampler:
                 site.rows = own
 
     def hook_in(self, hook):
-        """Compare each layer with its parameters' gradients. Returns handles."""
+        """Put hooks on the parameters, which keep the gradients to compare with. Returns their handles."""
         for site in self.layers:
             self.checks[site] = [p.register_hook(hook(self.keep_gradient, site, name)) for name, p in site.trained.items()]
         return [handle for handles in self.checks.values() for handle in handles]
@@ -42,17 +43,17 @@ class Sampler:
             site.gradients[name] = site.gradients[name] + part if name in site.gradients else part
 
     def check(self):
-        """At the end of a step: drop what is used elsewhere, too."""
+        """At the end of a step that samples: leave out the layers whose sum is not their weight's gradient."""
         for site in [site for site in self.checks if not site.gradients and site.kind == OWN_FORWARD and site.open]:
             self.left_out.setdefault(site.name, OWN_FORWARD)  # shards: there is nothing to compare with
         for site in [site for site in self.checks if site.gradients]:
-            seen, site.gradients = torch.cat([site.gradients[name] for name in site.trained]), {}
-            size, why = float(seen.norm()), None
+            true, site.gradients = torch.cat([site.gradients[name] for name in site.trained]), {}
+            size, why = float(true.norm()), None
             if not site.open:
                 why = "its weight is used, but not by calling the layer"
             elif not size < float("inf"):
-                continue  # the next step tells
-            elif float((site.leaf.grad[:len(seen)] - seen).norm()) > TOLERANCE * size:
+                continue  # a gradient that is not finite: the next step tells
+            elif float((site.leaf.grad[:len(true)] - true).norm()) > TOLERANCE * size:
                 why = "its weight is used elsewhere, too, or the layer is no plain one"
             if why:
                 self.left_out.setdefault(site.name, why)

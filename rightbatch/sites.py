@@ -1,6 +1,7 @@
 """
-What in a model is watched: norm layers, found by what they do (recognise.py), and other layers with a weight, whose rows are
-sampled (rows.py) or, with mode="exact", taken whole. What is skipped, frozen, a table, or shares half of its parameters is not.
+Sites are the layers that are watched: norm layers, found by what they do (recognise.py), and other layers with a weight, whose
+rows are sampled (rows.py) or, with mode="exact", taken whole. A layer is no site if it is skipped, frozen or a table, or shares
+some of its parameters but not all.
 """
 
 import difflib
@@ -14,7 +15,7 @@ from rightbatch.recognise import Norm, WatchError, recognise
 
 MIXES = "BatchNorm mixes examples: no example has a gradient of its own"
 OWN_FORWARD = "has a forward pass of its own"
-LOW_RANK, SMALL = 64, 2**18  # the shorter side, and numbers, of weights that are taken whole, as LoRA's
+LOW_RANK, SMALL = 64, 2**18  # weights with no longer a shorter side, and no more numbers, are taken whole: LoRA's
 CONVOLUTIONS = torch.nn.Conv1d, torch.nn.Conv2d
 BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm
 
@@ -23,17 +24,17 @@ BATCH_NORM = torch.nn.modules.batchnorm._BatchNorm
 class Site:
     """One watched layer."""
     name: str
-    kind: str                                   # norm, linear, transposed (GPT-2's Conv1D), convolution; OWN_FORWARD: a linear,
-    module: torch.nn.Module                     # if its gradient says so
+    kind: str                                   # norm, linear, transposed (GPT-2's Conv1D), convolution; OWN_FORWARD: taken for
+    module: torch.nn.Module                     # a linear, until its gradient disproves it
     norm: Norm | None = None
     whole: bool = False                         # all rows in every step
-    leaf: torch.Tensor | None = None
-    rows: torch.Tensor | None = None            # which, in this step; None: all
+    leaf: torch.Tensor | None = None            # its gradient has the step's sums (taps.py)
+    rows: torch.Tensor | None = None            # the row numbers of this step; None: all
     twins: list = field(default_factory=list)   # sites with the very same parameters: what they add belongs to one gradient
-    dropped: bool = False                       # left out since an earlier step: within one all calls are alike
-    gradients: dict = field(default_factory=dict)  # name -> those rows of the parameter's gradient, in the first step
+    dropped: bool = False                       # left out from here on; set between steps, so that calls of one step are alike
+    gradients: dict = field(default_factory=dict)  # name -> these rows of the parameter's own gradient, to be compared once
 
-    def __post_init__(self):  # sharding changes shapes later
+    def __post_init__(self):  # shapes are read now, as sharding changes them later
         own = {name: p.shape for name, p in self.module._parameters.items() if p is not None}
         self.shapes = own if self.norm else {name: own[name] for name in ("weight", "bias") if name in own}
         shape = next(iter(self.shapes.values()))
@@ -44,12 +45,12 @@ class Site:
 
     @property
     def dim(self):
-        """The dimension of the weight that has the rows."""
+        """The dimension of the weight that counts its rows."""
         return int(self.kind == "transposed")
 
     @property
     def weight_and_bias(self):
-        """As they are now: sharding and to_empty put others in their place."""
+        """The module's parameters now: sharding and to_empty replace them."""
         return [p for p in self.module._parameters.values() if p is not None]
 
     @property
@@ -64,16 +65,16 @@ class Site:
 
     @property
     def size(self):
-        """Numbers that an example has here."""
+        """How many numbers each example's gradient has here."""
         return sum(self.shapes[name].numel() // self.height * self.count for name in self.trained)
 
     def pick(self, name, whole):
-        """The sampled rows of something like a parameter, flat, row after row."""
+        """The sampled rows of a tensor that has a parameter's shape, flat, row after row. name: weight or bias."""
         dim = self.dim if name == "weight" else 0
         return (whole if self.rows is None else whole.index_select(dim, self.rows)).movedim(dim, 0).flatten()
 
     def of_names(self, numbers, names):
-        """Of (B, weight and bias) of a norm layer, what belongs to some parameters."""
+        """The columns of some parameters, out of a norm layer's (B, weight and bias)."""
         if len(names) == len(self.shapes):
             return numbers
         parts = zip(self.shapes, numbers.split([shape.numel() for shape in self.shapes.values()], 1))
@@ -81,7 +82,7 @@ class Site:
 
     @property
     def open(self):
-        """Whether it has numbers since the last step."""
+        """Whether it has got numbers since the last step."""
         return self.leaf is not None and self.leaf.grad is not None
 
 
@@ -124,7 +125,7 @@ def add(sites, site):
 
 
 def drop_half_shared(sites, left_out):
-    """Norm layers that share their weight but not their bias have no sum of their own."""
+    """Leave out norm layers that share one parameter and not the other: its gradient sums over several layers."""
     holders = {}
     for site in sites:
         for p in site.weight_and_bias:
@@ -151,7 +152,7 @@ def find_layers(model, skip, left_out, whole):
 
 
 def kind_of(module):
-    """What a module computes, or None; OWN_FORWARD where it does more than its name says."""
+    """A Site's kind for a module that is trained, None where it is no such layer; OWN_FORWARD for a subclass with a forward."""
     weight = module._parameters.get("weight")
     if weight is None or not any(p is not None and p.requires_grad for p in module._parameters.values()):
         return None
