@@ -1,5 +1,5 @@
 """
-The numbers of a step that is over: q = sum |c_b|^2 and big = |sum c_b|^2 of norm layers and of the body, over all ranks.
+A Collector adds up a closed step: q = sum |c_b|^2 and big = |sum c_b|^2 of norm layers and of the body, over all ranks.
 
 S sites, B examples, c_b what example b adds to the gradient.
 """
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rightbatch import moments, taps
 from rightbatch.sites import body_of
 
-AT_ONCE = 2**24  # numbers that are worked on together: with mode="exact" there are as many as the model has weights
+AT_ONCE = 2**24  # numbers that are added up together: mode="exact" has as many as the model has weights
 
 
 class Ranks:
@@ -41,11 +41,11 @@ class Ranks:
 
 @dataclass
 class Part:
-    """What some sites come to: (q and big, plain and Adam's metric), whether there is Adam's, weights, taps.Counts."""
-    pairs: torch.Tensor
-    adam: bool
-    weights: torch.Tensor
-    counts: torch.Tensor
+    """The sums over some sites."""
+    pairs: torch.Tensor    # (q and big, plain and Adam's metric)
+    adam: bool             # whether there is Adam's metric
+    weights: torch.Tensor  # how many weights the sites stand for
+    counts: torch.Tensor   # taps.Counts
 
 
 class Collector:
@@ -55,10 +55,11 @@ class Collector:
         self.body = sum(p.numel() for p in body_of(model))
 
     def collect(self, layers, direct):
-        """({"norm": (q, big), "body": with the layers', if there are any or `direct`, "coverage": (weights that are measured,
-        all of the body)}, counts); "norm_adam" and "body_adam", too, where Adam steps all of it. The leaves are emptied."""
+        """Empty the leaves into (numbers, counts). numbers: {"norm": (q, big) of the norm layers, "body": (q, big) of these and
+        `layers`, "coverage": (how many weights of the body are measured, how many it has)}, and "norm_adam" and "body_adam"
+        where Adam steps all of their weights. direct: there is a body even without `layers`."""
         parts = [self.part(sites) for sites in (self.norms, *chunks(layers)) if sites]
-        numbers, counts = {}, torch.stack([part.counts for part in parts]).amax(0)  # a layer is left out of some passes alone
+        numbers, counts = {}, torch.stack([part.counts for part in parts]).amax(0)  # a layer may have missed some passes
         groups = {"norm": parts[:1] if self.norms else []} | ({"body": parts} if layers or direct else {})
         for name, members in groups.items():
             for i, metric in enumerate(("", "_adam")):
@@ -69,14 +70,14 @@ class Collector:
         return numbers, counts
 
     def part(self, sites):
-        """The Part of some sites. Norm layers are added up as one: there is one of them in every step."""
+        """The Part of some sites: norm layers, which are added up as one, or others, which may drop out one by one."""
         norms, sizes = sites[0].norm is not None, [site.size for site in sites]
-        device = next((site.leaf.device for site in sites if site.leaf is not None), "cpu")
-        taken = [take(site, device).split([n, n, taps.HEAD]) for site, n in zip(sites, sizes)]
+        like = next((site.leaf for site in sites if site.leaf is not None), torch.zeros((), dtype=torch.float32))
+        taken = [take(site, like).split([n, n, taps.HEAD]) for site, n in zip(sites, sizes)]
         sums, squares = (torch.cat([of_site[i] for of_site in taken]) for i in (0, 1))
         counts, metric = torch.stack([of_site[2] for of_site in taken]), self.metric(sites)
 
-        def totals(numbers):  # (plain and Adam's metric, S); zeros without Adam, as other ranks may have it
+        def totals(numbers):  # (plain and Adam's metric, S); zeros without Adam: ranks that have it need as many numbers here
             weighed = numbers, numbers * (0.0 if metric is None else metric)
             return torch.stack([part.sum() for v in weighed for part in ([v] if norms else v.split(sizes))]).view(2, -1)
         q = totals(squares)
@@ -91,7 +92,7 @@ class Collector:
         return Part(pairs.sum(2), metric is not None, weights.sum(), counts)
 
     def flags(self, sites, like):
-        """(S,) whether they are measured, the share of their rows, the weights that they stand for."""
+        """For each site whether it is measured here, the share of its rows, its weights. Of norm layers: their weights."""
         weights = [float(sum(site.shapes[name].numel() for name in site.trained)) for site in sites]
         if sites[0].norm is not None:
             nothing = like.new_ones(0)
@@ -100,19 +101,19 @@ class Collector:
                              [site.count / site.height for site in sites], weights]).to(like, non_blocking=True)
 
     def metric(self, sites):
-        """Adam's metric of what the sites measure, in one vector, or None."""
+        """Adam's metric for the numbers of all sites, in one vector, or None."""
         own = [(site, name, p) for site in sites for name, p in site.trained.items()]
 
         def pick(seconds):
             return moments.rows_of([(v, site.rows, site.dim if name == "weight" else 0)
                                     for v, (site, name, _) in zip(seconds, own)])
-        # FSDP's older kind has shards in their places
+        # FullyShardedDataParallel puts shards of other shapes in the parameters' places
         as_built = all(self.adam.group(p) is None or self.adam.second(p).shape == site.shapes[name] for site, name, p in own)
         return self.adam.of_all([p for *_, p in own], pick) if as_built else None
 
 
 def chunks(sites):
-    """Sites in lists of at most AT_ONCE numbers."""
+    """The sites in lists, each of at most AT_ONCE numbers or of one site."""
     lists, size = [], 0
     for site in sites:
         size += site.size
@@ -123,10 +124,10 @@ def chunks(sites):
     return lists
 
 
-def take(site, device):
-    """What a site's leaf got since the last step."""
+def take(site, like):
+    """What a site's leaf got since the last step, zeros like another leaf if nothing; the leaf is empty afterwards."""
     grad = site.leaf.grad if site.open else None
     if grad is not None:
         site.leaf.grad = None
     n = taps.length(site.size)
-    return torch.zeros(n, device=device) if grad is None or len(grad) != n else grad
+    return like.new_zeros(n) if grad is None or len(grad) != n else grad
