@@ -1,5 +1,5 @@
 """
-Each example's gradient of a layer's weights, from the layer's input x and the gradient dy of its output.
+Functions that compute each example's gradient of a layer's weights from the layer's input x and its output's gradient dy.
 
 B examples, T positions, C channels, n numbers per example: weight, then bias.
 """
@@ -9,16 +9,16 @@ from torch.nn.grad import conv1d_weight, conv2d_weight
 
 
 def norm_rows(norm, dy, x, batch_dim, segments):
-    """(B, n): every example's gradient of weight(, bias). segments: (document of each position (B, T), how many), or None."""
-    # a compiler fuses the plain version itself; the kernels take (B, T, C) with whole rows as examples
+    """(B, n): each example's gradient of weight(, bias). segments: (document of each position (B, T), how many), or None."""
+    # a compiler fuses the plain version itself; the kernels take (B, T, C) alone, whose rows are the examples
     plain = batch_dim != 0 or segments is not None or norm.eps is None or torch.compiler.is_compiling()
     c = None if plain else kernel_rows(norm, dy, x)
     return torch_rows(norm, dy, x, batch_dim, segments) if c is None else c
 
 
 def kernel_rows(norm, dy, x):
-    """The same in one pass over x and dy, or None where no kernel takes it. On a CPU the kernel is C++ and has to be compiled,
-    half a minute for 0.4% of a step: only for whoever asked for our kernels (fused)."""
+    """norm_rows in one pass over x and dy, or None where no kernel takes it. On a CPU the kernel is C++, and compiling it takes
+    half a minute, to save 0.4% of a step: it is taken only if our kernels were asked for (fused)."""
     kind = x.device.type
     if kind == "cpu" and not norm.fused or x.dtype == torch.float64:
         return None
@@ -28,15 +28,14 @@ def kernel_rows(norm, dy, x):
 
 
 def torch_rows(norm, dy, x, batch_dim, segments):
+    """norm_rows in plain torch."""
     acc = torch.promote_types(x.dtype, torch.float32)
     x, dy = x.detach().to(acc), dy.detach().to(acc)
-    C = norm.shape
     if norm.eps is None:
-        xhat = norm.plain(x)
+        product = dy * norm.plain(x)
     else:
-        xhat = torch.nn.functional.layer_norm(x, C, eps=norm.eps) if norm.centred else \
-            torch.nn.functional.rms_norm(x, C, eps=norm.eps)
-    product = dy * xhat if norm.eps is None else xhat.mul_(dy)  # in place: on a CPU fresh memory takes longer than the product
+        normalise = torch.nn.functional.layer_norm if norm.centred else torch.nn.functional.rms_norm
+        product = normalise(x, norm.shape, eps=norm.eps).mul_(dy)  # in place: on a CPU new memory takes longer than the product
     rows = [sum_positions(product, norm, batch_dim, segments)]
     if norm.bias:
         rows.append(sum_positions(dy, norm, batch_dim, segments))
@@ -53,7 +52,7 @@ def sum_positions(v, norm, batch_dim, segments):
 
 
 def by_document(v, segments):
-    """(positions, n) -> (documents, n). Padding, -1, is the last, and goes."""
+    """(positions, n) -> (documents, n), sums. Padding is document -1, here the last, which is cut off."""
     document, n = segments
     return v.new_zeros(n + 1, v.shape[1]).index_add_(0, document.reshape(-1) % (n + 1), v)[:n]
 
@@ -62,7 +61,7 @@ def by_document(v, segments):
 
 
 def row_gradients(site, names, own, dy, x, batch_dim, segments):
-    """(B, n): each example's gradient of the rows `own` of the weight, row after row, and of the bias there, as `names` say."""
+    """(B, n): each example's gradient of the rows `own` of weight or bias or both, as `names` say; all rows if own is None."""
     acc, k = torch.promote_types(dy.dtype, torch.float32), site.count
     if site.kind == "convolution":
         g = (dy if own is None else dy.index_select(1, own)).to(acc)
@@ -83,7 +82,8 @@ def row_gradients(site, names, own, dy, x, batch_dim, segments):
 
 
 def convolution_rows(module, own, g, x):
-    """A row is an output channel. All examples at once: each is a group of one convolution, whose weight's gradient this is."""
+    """(B, n) of a convolution's weight, whose rows are output channels: examples become groups of one larger convolution, and
+    the gradient of its weight is all of theirs."""
     B, k, groups = len(x), g.shape[1], module.groups
     if groups > 1 and own is not None:  # each row with the input channels of its own group
         x = x.unflatten(1, (groups, -1)).index_select(1, own // (module.out_channels // groups)).flatten(1, 2)

@@ -1,14 +1,14 @@
 """
-Where the backward pass is overheard. Two autograd functions, both an identity as far as the model can tell:
+Two autograd functions overhear the backward pass. The model cannot tell: y stays what the layer returned, dy goes on to it.
 
     leaf --Gather--> z (B, n), zeros --+
-    x -----------------------------Tap-+--> y, as the layer returned it
+    x, y --------------------------Tap-+--> y, as the layer returned it
 
 Tap saves x and sees dy. It sends each example's gradient c_b to z: of a norm layer sum_t dy xhat (and sum_t dy, for a bias), of
 another some rows of sum_t dy x^T. Gather sends sum_b c_b, sum_b c_b^2 (elementwise) and the counts of this forward pass on to
-the leaf. Autograd adds up what it has to: the calls of a module that is used several times in z, before the squares;
-micro-batches in leaf.grad, after them. The leaf's shape does not depend on B. No parameter's gradient is read, so that
-whatever is done to those (clipping, averaging, sharding) does not matter.
+the leaf. Autograd adds up in both places. In z it adds the calls of a module that is used several times, before the squares;
+in leaf.grad it adds micro-batches, after them. The leaf's shape does not depend on B. No parameter's gradient is read, so it
+does not matter what is done to those (clipping, averaging, sharding).
 
 B examples, T positions, C channels, n numbers per example: weight, then bias.
 """
@@ -20,20 +20,21 @@ import torch
 
 from rightbatch.gradients import norm_rows, row_gradients
 
-KEPT = 2**20  # numbers of a layer that is no norm, kept for a second backward pass through the same forward pass
+KEPT = 2**20  # a layer that is no norm keeps no more numbers for a second backward pass through the same forward pass
 
 
 class Counts(NamedTuple):
-    """What stands at the end of a leaf, summed over the forward passes of a step."""
+    """The end of a leaf's gradient: sums over the forward passes of a step."""
     passes: float
     examples: float
-    lengths: float     # what the examples weigh in the loss
-    squares: float     # the same, squared
-    own: float         # sum of (share of the loss of the own pass)^2
+    lengths: float     # sum of what each example weighs in the loss
+    squares: float     # sum of its square
+    own: float         # sum of the square of each example's share in the loss of its own pass
     tokens: float
 
     def squared_shares(self, whole: bool) -> float:
-        """h = sum of (share of the step's loss)^2. whole: that is one mean over all its tokens, and not over its passes."""
+        """h, the sum of the square of each example's share in the step's loss. whole: that loss is one mean over all tokens of
+        the step; otherwise it is the mean of the losses of its passes."""
         if whole:
             return self.squares / self.lengths**2 if self.lengths else 0
         return self.own / self.passes**2
@@ -47,7 +48,7 @@ def length(n):
 
 
 def new_leaf(n, dtype, device):
-    """Nobody reads a leaf, only its gradient: one number stands for all."""
+    """A leaf for n numbers per example. Nobody reads a leaf, only its gradient, so that one zero in memory is enough."""
     return torch.zeros((), dtype=dtype, device=device).expand(length(n)).requires_grad_()
 
 
@@ -65,11 +66,11 @@ def head(B, tokens, lengths, dtype, device):
 
 
 class Gather(torch.autograd.Function):
-    """Where the calls of a layer meet in one forward pass: examples' gradients go in, their sums go to the leaf."""
+    """The calls of a layer meet here in one forward pass: backward gets examples' gradients and sends sums to the leaf."""
 
     @staticmethod
     def forward(ctx, leaf, counts, B, site, left_out):
-        # Not saved: checkpointing compares what two passes save, and only one of them may come here.
+        # No save_for_backward: checkpointing compares what its two calls save, and only one of them may come here.
         ctx.counts, ctx.leaf, ctx.site, ctx.left_out, ctx.before, ctx.seen = counts, leaf, site, left_out, None, False
         return leaf.new_zeros(()).expand(B, (leaf.numel() - HEAD) // 2)
 
@@ -78,7 +79,7 @@ class Gather(torch.autograd.Function):
         if torch.compiler.is_compiling():
             return torch.cat([c.sum(0), c.square().sum(0), ctx.counts]), None, None, None, None
         sums, squares, counts = c.sum(0), c.square().sum(0), ctx.counts
-        if ctx.seen and ctx.leaf.grad is not None:  # a second backward pass in this step: the same examples
+        if ctx.seen and ctx.leaf.grad is not None:  # a second backward pass in this step, whose examples are the same
             counts = torch.zeros_like(counts)
             if ctx.before is None:
                 ctx.left_out[ctx.site.name] = "two backward passes go through one forward pass, and it is too large to keep"
@@ -90,15 +91,15 @@ class Gather(torch.autograd.Function):
 
 
 class Tap(torch.autograd.Function):
-    """An identity that sends each example's gradient of a layer's weights, or of some rows of them, to z. norm: how a norm
-    layer computes (recognise.py), None for other layers, whose `rows` are taken, all if None. names: of the parameters."""
+    """An identity on y whose backward sends each example's gradient to z. names: the parameters whose gradients these are.
+    norm: how a norm layer computes (recognise.py), None for another layer. rows: which rows of its weight; None: all."""
 
     @staticmethod
     def forward(ctx, y, x, z, rows, site, names, norm, batch_dim, segments, left_out):
-        ctx.save_for_backward(x)  # a closure would keep it alive under checkpointing
+        ctx.save_for_backward(x)  # as ctx.x it would stay alive under checkpointing
         ctx.site, ctx.names, ctx.norm, ctx.rows, ctx.left_out = site, names, norm, rows, left_out
         ctx.args, ctx.size = (batch_dim, segments), 0 if z is None else z.shape[1]
-        # Neither a view nor a copy: what comes after may write into y, as it may into the layer's own output.
+        # Neither a view nor a copy: the model may change y in place, as it may the layer's own output.
         return y.view_as(y) if torch.compiler.is_compiling() else y.data
 
     @staticmethod
@@ -117,7 +118,7 @@ def measured(ctx, dy):
 
 
 def tried(ctx, dy):
-    """The same, or a word on why not: whatever a layer does to its input, training goes on."""
+    """measured, or None and an entry in left_out: training goes on whatever a layer does to its input."""
     if torch.is_grad_enabled():
         warnings.warn("backward with create_graph=True: what a gradient of gradients adds, as in a gradient penalty, does "
                       "not come by here and is not measured", stacklevel=2)
@@ -135,8 +136,8 @@ def tried(ctx, dy):
 
 
 def lost(norm, size, dy, batch_dim, segments):
-    """NaN, which leaves the step out: the input is not what it was, though the norm layer itself can do without. From now on
-    the layer's tap has a copy."""
+    """NaN for every example, which leaves the step out: a norm layer's input was changed in place after the layer, which does
+    not need it any more, while its tap does. From now on the tap keeps a copy."""
     norm.copies = True
     warnings.warn(f"{norm.name}: its input is changed in place after it. watch keeps a copy from now on, and leaves this step "
                   "out", stacklevel=2)
