@@ -1,6 +1,6 @@
 """
-Adam's second moments where optimizers keep them, of whole parameters, of a few rows, of shards of either, and the metric that
-they make (metric.py).
+Moments finds Adam's second moments in the optimizers that keep them, of whole parameters, of a few rows, of shards of either,
+and makes the metric of them (metric.py).
 """
 
 import itertools
@@ -19,7 +19,7 @@ class Moments:
         self.optimizers, self.groups = optimizers, {}  # parameter -> (its optimizer, its group there)
 
     def group(self, p):
-        """The group of the optimizer that p is in, if Adam steps there and has a second moment of p."""
+        """The optimizer's group that p is in; None unless the optimizer is an Adam and has a second moment of p already."""
         if not any("exp_avg_sq" in optimizer.state.get(p, {}) for optimizer in self.optimizers):
             return None
         if p not in self.groups:
@@ -27,13 +27,13 @@ class Moments:
         return self.groups[p][1] if "betas" in self.groups[p][1] else None  # Adafactor has no betas
 
     def second(self, p):
-        """What Adam divides by the root of: with amsgrad, the largest so far. Perhaps sharded."""
+        """The second moment whose root Adam divides by: with amsgrad, the largest so far. Perhaps sharded."""
         state = self.groups[p][0].state[p]
         return state.get("max_exp_avg_sq", state["exp_avg_sq"])
 
     def of_all(self, parameters, pick):
-        """Adam's metric of what `pick` takes out of the second moments of all parameters, [moment] -> [flat], as one vector; or
-        None. Those of one group of the optimizer step together, so that a few operations do for all."""
+        """Adam's metric in one vector, or None unless Adam steps all parameters. pick: [second moment] -> [flat], the numbers
+        wanted of each. Parameters of one group step together, so that a few operations do for all."""
         groups = [self.group(p) for p in parameters]
         if any(group is None for group in groups):
             return None
@@ -45,18 +45,18 @@ class Moments:
         return torch.cat(parts)
 
     def metric(self, moments, p):
-        """Of second moments that have made as many steps as p, in its group."""
+        """The metric of second moments, flat, of parameters in p's group that have made as many steps as p."""
         optimizer, group = self.groups[p]
         step = optimizer.state[p]["step"]
-        if getattr(step, "device", None) != moments.device:  # on the host: a copy would wait for the device, a number does not
+        if getattr(step, "device", None) != moments.device:  # a step on the host: copying it would wait for the device
             step = torch.full((), float(step), device=moments.device)
         return adam_metric([moments], step, group["betas"][1], group["eps"])[0]
 
 
 def rows_of(wanted):
-    """[(moment, row numbers or None for all, which dimension has the rows)] -> [flat, row after row]. Of sharded ones each
-    process has a part, and these are added up in one go over each mesh dimension: that is all that is sent."""
-    found, spread = [], {}
+    """[(moment, row numbers or None for all, which dimension has the rows)] -> [flat, row after row]. A process has a part of
+    each sharded moment's rows. The parts are summed in one call per process group, and nothing else is sent."""
+    flats, spread = [], {}  # spread: group -> the positions in flats that have parts
     for v, own, dim in wanted:
         group = None
         if own is None:
@@ -67,20 +67,20 @@ def rows_of(wanted):
             part = v.index_select(dim, own.to(v.device))
         flat = part.movedim(dim, 0).flatten()
         if group is not None:
-            spread.setdefault(group, []).append(len(found))
-        found.append(flat)
+            spread.setdefault(group, []).append(len(flats))
+        flats.append(flat)
     for group, where in spread.items():
-        together = torch.cat([found[i] for i in where])
+        together = torch.cat([flats[i] for i in where])
         dist.all_reduce(together, group=group)
-        for i, part in zip(where, together.split([len(found[i]) for i in where])):
-            found[i] = part
-    return found
+        for i, part in zip(where, together.split([len(flats[i]) for i in where])):
+            flats[i] = part
+    return flats
 
 
 def part_of_rows(v, own, dim):
-    """(rows of a sharded tensor as far as this process has them, zero elsewhere; the group that has all of them)."""
+    """(rows of a sharded tensor, zero where another process has them; the group to sum over, None if they are whole)."""
     sharded = [i for i, placement in enumerate(v.placements) if not placement.is_replicate()]
-    if len(sharded) != 1 or type(v.placements[sharded[0]]).__name__ != "Shard":  # shards of shards
+    if len(sharded) != 1 or type(v.placements[sharded[0]]).__name__ != "Shard":  # shards of shards are gathered
         return whole(v).index_select(dim, own), None
     (mesh_dim,), local, cut = sharded, v.to_local(), v.placements[sharded[0]].dim
     rank, world = v.device_mesh.get_local_rank(mesh_dim), v.device_mesh.size(mesh_dim)
