@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -72,8 +73,11 @@ def heard(code=0):
 
 
 class Parser(argparse.ArgumentParser):
+    """argparse, whose errors are one line that names the option, the value and what was expected."""
+
     def error(self, message):
-        words = " ".join(message.split())
+        plain = r"argument (\S+): invalid (?:int|float) value: '(.*)'"
+        words = re.sub(plain, r"\1=\2: expected a number", " ".join(message.split()))
         print(f"error: {words if len(words) < 500 else words[:400] + ' ...'} ({self.prog} --help lists the options)",
               file=sys.stderr)
         sys.exit(2)

@@ -150,7 +150,7 @@ def test_the_plan_is_printed_without_data_or_a_device(capsys, tmp_path, monkeypa
     text = capsys.readouterr().out
     for words in ("Parameters   1,3", "26,0", "steps", "FLOPs", "days on 8 x A100", "35%", "fsdp", "checkpointed", "assumed"):
         assert words in text, words
-    for bad, words in ({"--kind=H1000": "expected one of", "--devices=x": "invalid int value", "--devices=0": "at least 1",
+    for bad, words in ({"--kind=H1000": "expected one of", "--devices=x": "=x: expected a number", "--devices=0": "at least 1",
                         "--devices=6": "x 6 processes", "--device=tpu": "must be one of"}).items():
         with pytest.raises(SystemExit) as e:
             train.main(["config/gpt_1_3b.py", "--plan", bad])
