@@ -26,7 +26,7 @@ from rightbatch.decision import OBJECTIVES
 from system import errors, output, points, terminal
 from trainer import advice, exports, machines, plan, predict, reader
 
-# option: another that it is nothing without, and why
+# {option: (the option that it needs, why)}
 NEEDS = {"budget": ("price", "of one device for one hour"), "mfu": ("kind", "whose peak it is a share of"),
          "objective": ("export", "which it is for"), "link": ("devices", "how many of them it joins")}
 
@@ -43,7 +43,7 @@ def numbers(text, name):
 
 
 def check(args):
-    """What the command line can be told before any file is read."""
+    """Refuse what is wrong with the command line itself, before any file is read. Fill in defaults."""
     for name in ("to_loss", "hours", "price", "budget", "mfu", "micro"):
         value = getattr(args, name)
         if value is not None and not 0 < value < 10**18:
@@ -65,7 +65,8 @@ def check(args):
 
 
 def machine_for(args, run, measured):
-    """Several numbers of devices get a table of their own; the rest is then for the run's own machine."""
+    """The machine that is asked for, else the run's own. Several numbers of devices get a table apart, all else is then for the
+    run's own machine."""
     if not (args.devices or args.kind or args.micro) or len(args.devices or []) > 1:
         return predict.Machine(run.devices, run.micro, measured, True)
     devices = args.devices[0] if args.devices else run.devices
@@ -78,7 +79,8 @@ def predict_all(args):
     measured = predict.step_cost(run)
     machine = machine_for(args, run, measured)
     several = len(args.devices or []) > 1
-    rate = None if several and args.kind else args.price and args.price * machine.devices / 3600  # the price is of that kind
+    price = None if several and args.kind else args.price  # of a device of that kind, while `machine` is the run's own
+    rate = price and price * machine.devices / 3600
     result, phases = predict.predict(run, machine, args.to_loss, args.batch, rate)
     if not machine.measured or several:
         result["assumptions"] = machines.assume(run, measured, args)

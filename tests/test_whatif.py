@@ -303,10 +303,13 @@ def test_a_branch_counts_from_where_it_began(tmp_path, capsys):
         rows = [json.loads(line) for line in f]
     event = {"step": 100, "tokens": 100 * 16 * BLOCK, "event": "branched"}
     with open(path, "w") as f:
-        f.writelines(json.dumps(r) + "\n" for r in [event, *(r for r in rows if r["step"] > 100)])
+        f.writelines(json.dumps(r) + "\n" for r in [
+            event, *(r for r in rows if r["step"] >= (100 if "val/loss" in r else 101))])
     own = ask(capsys, run)["own"]
     assert (own["steps"], own["batch_low"], own["batch_high"]) == (100, 16, 16)
     assert own["seconds_taken"] == pytest.approx(100 * (0.05 + 0.002 * 16))
+    assert whatif.main([run]) == 0 and "validation loss of 2.0000, its end." in capsys.readouterr().out
+    assert "--to_loss=4: " in refused(capsys, run, "--to_loss=4"), "it began at 3.5"
 
 
 def test_a_long_log_is_cut_into_fewer_phases_and_says_the_same(tmp_path, capsys, monkeypatch):

@@ -32,9 +32,10 @@ def table(rows, first):
 
 
 def words(result, run, cost, args):
-    lines = about_run(result, run) + [about_noise(result, run), about_cost(result, run, cost), ""]
-    other = assumed(result) if "assumptions" in result else []
-    lines += [] if "devices" in result else other
+    several = "devices" in result  # numbers of devices, whose table comes last, below what is assumed of them
+    assumptions = assumed(result)
+    lines = [about_run(result, run), about_noise(result, run), about_cost(result, run, cost), ""]
+    lines += [] if several else assumptions
     lines += ["To the same loss, at a constant batch (in brackets: 95% intervals of what was measured):"]
     lines += table(result["rows"], "batch") + [f"{TUNED} {predict.CHECKED}"] + about_loss(result)
     if cost and min(row["batch"] for row in result["rows"]) < result["machine"]["quantum"]:
@@ -42,22 +43,24 @@ def words(result, run, cost, args):
     lines += [""] + about_right(result, cost) + about_lost(result, cost)
     if "deadline" in result:
         lines += about_deadline(result["deadline"])
-    if "devices" in result:
-        lines += ["", *other, "On other machines, each number of devices at its right batch:"]
+    if several:
+        lines += ["", *assumptions, "On other machines, each number of devices at its right batch:"]
         lines += table(result["devices"], "devices") + machines.worth(result["devices"], args.hours or args.budget)
     return "\n".join(lines)
 
 
 def assumed(result):
-    return ["Assumed of machines that were not measured:", *(f"  - {line}" for line in result["assumptions"]), ""]
+    lines = [f"  - {line}" for line in result.get("assumptions", [])]
+    return ["Assumed of machines that were not measured:", *lines, ""] if lines else []
 
 
 def about_run(result, run):
-    taken, whole = result["own"], result["own"]["steps"] == run.steps[-1]["step"]
+    taken = result["own"]
+    whole = taken["steps"] == run.steps[-1]["step"] - predict.beginning(run)["step"]
     low, high = (f"{taken[end]:.0f}" for end in ("batch_low", "batch_high"))
-    return [f"{result['run']}: {log.count(taken['tokens'])} tokens in {taken['steps']:.0f} steps of "
+    return (f"{result['run']}: {log.count(taken['tokens'])} tokens in {taken['steps']:.0f} steps of "
             f"{low if low == high else f'{low} to {high}'} sequences, {machines.span(taken['seconds_taken'])}, to a "
-            f"{result['loss_kind']} loss of {result['loss']:.4f}{', its end' if whole else ''}."]
+            f"{result['loss_kind']} loss of {result['loss']:.4f}{', its end' if whole else ''}.")
 
 
 def about_noise(result, run):
@@ -123,18 +126,6 @@ def where(machine):
 
 def about_lost(result, cost):
     """What the run's own schedule cost or gained against the best."""
-    def against(part, what, other):
-        def more(v):
-            return f"{abs(v):.0%} {'more' if v >= 0 else 'less' if what == 'time' else 'fewer'}"
-        share, low, high = part["share"], part["low"], part["high"]
-        spread = f" (from {more(low)} to {more(high)})"
-        if high - low < 0.005:
-            spread = ""
-        elif low * share > 0 and high * share > 0:
-            spread = " ({:.0%} to {:.0%})".format(*sorted((abs(low), abs(high))))
-        if abs(share) < 0.005:
-            return f"as {'much' if what == 'time' else 'many'} {what} as {other}{spread}"
-        return f"{more(share)} {what} than {other}{spread}"
     lost, parts = result["lost"], []
     if lost is None:
         return []
@@ -145,6 +136,21 @@ def about_lost(result, cost):
     parts.append(against(lost["tokens"], "tokens", f"a constant {result['right_batch']['tokens']}"))
     took = "This run's own batches took " if result["machine"]["measured"] else "There, this run's own batches would take "
     return [f"{took}{', '.join(parts)}."]
+
+
+def against(part, what, other):
+    """A share of predict.lost in words: 11% more time than a constant 8 (8% to 15%)."""
+    def more(v):
+        return f"{abs(v):.0%} {'more' if v >= 0 else 'less' if what == 'time' else 'fewer'}"
+    share, low, high = part["share"], part["low"], part["high"]
+    spread = f" (from {more(low)} to {more(high)})"
+    if high - low < 0.005:
+        spread = ""
+    elif low * share > 0 and high * share > 0:  # all more, or all less: said once
+        spread = " ({:.0%} to {:.0%})".format(*sorted((abs(low), abs(high))))
+    if abs(share) < 0.005:
+        return f"as {'much' if what == 'time' else 'many'} {what} as {other}{spread}"
+    return f"{more(share)} {what} than {other}{spread}"
 
 
 def about_deadline(answer):

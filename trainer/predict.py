@@ -82,18 +82,18 @@ def noise_key(run: Run) -> str:
 
 
 def wider(noise: Noise, by: float) -> Noise:
-    """With the interval `by` times as wide, in logarithms."""
+    """The same noise scale, its interval `by` times as wide, in logarithms."""
     value, low, high = noise.triple
     return Noise(value, value * (low / value) ** by if low > 0 else 0.0, value * (high / value) ** by, noise.of)
 
 
 def noise_values(steps, key) -> list[Noise]:
-    """The noise scale of each row. Where a row has none:
+    """The noise scale of each row. A row without one goes by the last row before it that has one, else by the first after:
 
-    - calibrated, and the norm layers' own is there: that times the nearest factor known, the last before or else the first
-      after. The factor drifts little, so its interval counts twice;
-    - else the last value before, its interval twice as wide;
-    - else, before the first, that one, with an interval from 0: the noise scale starts low and rises.
+    - it takes the norm layers' own noise scale, if it has that, times the other row's factor, which drifts little: the interval
+      of the other row counts twice;
+    - else it takes the value of a row before with twice the interval, that of a row after with an interval from 0: the noise
+      scale starts low and rises.
     """
     known = [noise_of(row, key) for row in steps]
     norm = [noise_of(row, key.replace("calibrated", "norm")) if "calibrated" in key else None for row in steps]
@@ -114,17 +114,19 @@ def noise_values(steps, key) -> list[Noise]:
     return values
 
 
+def beginning(run: Run) -> dict:
+    """{"step", "tokens", "seconds"} where the log begins: in a branch, where it left its run, whose clock went on in it."""
+    start, first = run.rows[0] if "train/loss" not in run.rows[0] else {"step": 0, "tokens": 0}, run.steps[0]
+    seconds = first["seconds"] - first.get("dt_ms", 0.0) / 1e3 * (first["step"] - start["step"])
+    return {"step": start["step"], "tokens": start["tokens"], "seconds": max(seconds, 0.0) if start["step"] > 0 else 0.0}
+
+
 def phases_of(run: Run, key: str, until: float) -> list[Phase]:
-    """The run up to step `until` (which may lie between two rows), row by row, or, in a long log, PHASES times: every so many
-    rows, the last among them."""
-    start = run.rows[0] if "train/loss" not in run.rows[0] else {"step": 0, "tokens": 0}
-    before = {"seconds": 0.0, **start}
-    if start["step"] > 0:  # a branch: its clock went on from the run it left
-        first = run.steps[0]
-        before["seconds"] = max(first["seconds"] - first.get("dt_ms", 0.0) / 1e3 * (first["step"] - start["step"]), 0.0)
-    count, noises, phases = len(run.steps), noise_values(run.steps, key), []
+    """A phase for each row up to step `until`, which may lie between two rows. In a long log a phase is several rows, so that
+    there are at most PHASES."""
+    before, count, noises, phases = beginning(run), len(run.steps), noise_values(run.steps, key), []
     every = math.ceil(count / PHASES)
-    for i in range((count - 1) % every, count, every):
+    for i in range((count - 1) % every, count, every):  # ends with the last row
         row = run.steps[i]
         steps = row["step"] - before["step"]
         if steps <= 0:
@@ -139,8 +141,7 @@ def phases_of(run: Run, key: str, until: float) -> list[Phase]:
 
 
 def at(phases, end="value"):
-    """Phases as gns.py takes them, with the noise scale's value, low or high end. The errors of neighbouring rows come from the
-    same averages, so all rows are low together or high together."""
+    """Phases as gns.py takes them, all with the same end of their noise scales (decision.mean_noise says why)."""
     return [(p.steps, p.batch, getattr(p.noise, end)) for p in phases]
 
 
@@ -155,7 +156,7 @@ def target(run: Run, to_loss=None):
     by, kind = ("val", "validation") if len(evaluated) >= EVALUATIONS else ("train", "smoothed training")
     way = curve([*run.steps, *evaluated], by)
     there = reach(way, to_loss)
-    if there is None or there["steps"] <= 0:
+    if there is None or there["steps"] <= beginning(run)["step"]:  # reached before it began: that took no step of this run
         raise ConfigError(f"--to_loss={to_loss:g}: {run.folder} went from {way['loss'][0]:.4f} to {way['loss'].min():.4f} "
                           f"({kind} loss); a prediction does not reach beyond what the run did")
     return to_loss, kind, there["steps"]
@@ -200,7 +201,7 @@ def fit_cost(batch, seconds) -> Cost | None:
 
 
 def step_cost(run: Run) -> Cost | None:
-    """By the newest row that has it or by a fit to all of them; None where the run cannot tell."""
+    """The cost of a step in the newest row that has it, else a fit to the times of all rows; None where neither tells."""
     measured = next(filter(None, map(cost_of, reversed(run.steps))), None)
     timed = [(row["tokens"] - before["tokens"], row["step"] - before["step"], row["dt_ms"])
              for before, row in zip(run.steps, run.steps[1:]) if row.get("dt_ms")]  # not the first row: it warms up
@@ -322,23 +323,23 @@ def predict(run: Run, machine: Machine, to_loss=None, batches=None, rate=None):
     key = noise_key(run)
     loss, kind, until = target(run, to_loss)
     phases = phases_of(run, key, until)
-    known = [noise_of(row, key) is not None for row in run.steps][:1 + sum(row["step"] < until for row in run.steps)]
+    rows = run.steps[:1 + sum(row["step"] < until for row in run.steps)]  # the last of them reaches `until`
     cost, quantum, block = machine.cost, machine.quantum, run.block
     mean, last = mean_noise(phases), phases[-1].noise
     right = right_batch(mean, cost, quantum)
     top = 4 * max(mean.value, right.time.batch if cost else 0, *(p.batch for p in phases))
     batches = batches or [quantum * 2**i for i in range(16) if i == 0 or quantum * 2 ** (i - 1) < top]
-    fits = machine.measured or min(p.batch for p in phases) >= quantum  # below, the cost of a step is another
+    priced = machine.measured or min(p.batch for p in phases) >= quantum  # a smaller batch there costs more than `cost` says
     result = {"run": run.folder, "loss": loss, "loss_kind": kind, "at_the_end": at_the_end(run, until), "assumes": TUNED,
               "rows": [row_at(phases, b, block, cost, rate) for b in batches],
               "step_time": ({**cost.milliseconds(), "source": cost.source} if cost else
                             {"fixed_ms": None, "per_sequence_ms": None}),
               "right_batch": right.numbers(), "right_batch_at_the_end": right_batch(last, cost, quantum).numbers(),
-              "noise": {"key": key, "rows": len(known), "determined": sum(known), **named("mean", mean.triple),
-                        "lowest": min(p.noise.value for p in phases), "highest": max(p.noise.value for p in phases),
-                        "at_the_end": last.value},
-              "own": taken_by_run(phases, block, cost if fits else None),
-              "lost": lost(phases, cost, quantum, block) if fits else None,
+              "noise": {"key": key, "rows": len(rows), "determined": sum(noise_of(row, key) is not None for row in rows),
+                        **named("mean", mean.triple), "lowest": min(p.noise.value for p in phases),
+                        "highest": max(p.noise.value for p in phases), "at_the_end": last.value},
+              "own": taken_by_run(phases, block, cost if priced else None),
+              "lost": lost(phases, cost, quantum, block) if priced else None,
               "machine": {"devices": machine.devices, "quantum": quantum, "measured": machine.measured}}
     if cost:
         stages = stages_of(phases, "time", cost, quantum, block)
