@@ -41,7 +41,7 @@ from trainer.step import TrainingStep
 
 
 def train(config, ranks, device, name=None):
-    """The whole run, the only one in its folder; returns the exit code. `name`: of a run without an out_dir."""
+    """Train a whole run, alone in its folder, and return the exit code. `name`: of the folder, where out_dir gives none."""
     with contextlib.ExitStack() as held:
         folder = ranks.guard(lambda: held.enter_context(start.held(config, name)) if ranks.first else None)
         config = dataclasses.replace(config, out_dir=ranks.from_first(lambda: folder))
@@ -127,12 +127,13 @@ def train_locked(config, ranks, device):
             run.event(batch_schedule.observe(after, noise, cost))
             run.event(summary.saturation(B, config, run.count.noise, noise))
             run.count.noise = noise or run.count.noise
-            run.must_save |= batch_schedule.by_time and batch_schedule.at(after) != B
         if run.out.bar:
             run.out.progress(min(1, after / run.end), f"step {run.count.step}, batch {B}")
 
         # -- evaluation and checkpoint, outside the clock
-        evaluate_now, save_now = run.due(config.eval_tokens), stopping or run.must_save or run.due(config.checkpoint_tokens)
+        moved = batch_schedule.by_time and batch_schedule.at(after) != B  # by the clock: a resume could not decide it again
+        evaluate_now = run.due(config.eval_tokens)
+        save_now = stopping or moved or run.must_save or run.due(config.checkpoint_tokens)
         if evaluate_now or save_now:
             with run.clock.paused():
                 if evaluate_now:
@@ -147,7 +148,7 @@ def train_locked(config, ranks, device):
         run.out.publish(words if run.over else "")
     if not run.over:
         return 128 + stopping
-    return int(run.died or run.must_save)  # must_save: its last step is not in a checkpoint, since weights were not finite
+    return int(run.died or run.must_save)  # must_save: the checkpoint of its last step was refused, weights were not finite
 
 
 def evaluate(config, ranks, device):

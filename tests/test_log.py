@@ -38,6 +38,22 @@ def test_lines_after_the_checkpoint_are_dropped_on_resume_and_others_kept(tmp_pa
     assert [(r["step"], r["tokens"]) for r in log.read(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 33)]
 
 
+def test_rows_that_go_to_another_file_right_after_a_resume_follow_from_those_before(tmp_path, tiny_args):
+    config, path = start.parse(tiny_args(out_dir=tmp_path)), tmp_path / "log.jsonl"
+    first = log.RunLog(config)
+    for step in range(5):
+        first.write({"step": step, "tokens": 10 * step})
+    known = first.state()
+    first.close()
+    rows = path.read_bytes()
+    resumed = log.RunLog(config, 4, known)
+    path.unlink()
+    resumed.write({"step": 5, "tokens": 50})
+    resumed.close()
+    path.write_bytes(rows + (tmp_path / "log.1.jsonl").read_bytes())  # as its words say
+    assert [row["tokens"] for row in log.read(tmp_path)] == [0, 10, 20, 30, 40, 40, 50]
+
+
 @pytest.fixture(scope="module")
 def a_run(tmp_path_factory, tiny_data):
     out = tmp_path_factory.mktemp("run")

@@ -26,8 +26,8 @@ COUNTS = {"step": 0, "tokens": 0, "examples": 0, "bad_steps": 0, "batch_size": 1
 
 
 def read(out_dir, compare=True):
-    """The rows of a run's log; a last line cut off by a kill is left out. Any other line that is no row, that is missing or in
-    another place is an error: what follows from half a log would be wrong in silence. compare: with the newest checkpoint."""
+    """The rows of a run's log. A last line that a kill cut off is left out. Any other line that is no row, is missing or is out
+    of place is an error: half a log would give wrong answers in silence. compare: the log with the newest checkpoint."""
     path = os.path.join(out_dir, NAME)
     data = read_bytes(path)
     rows = [row_of(line) for line in data.split(b"\n")[:-1]]
@@ -47,8 +47,8 @@ def read(out_dir, compare=True):
 
 
 def check(out_dir, known):
-    """Refuse to go on with another log than the one that a checkpoint knows (RunLog.state). One that is not there, or empty,
-    begins anew."""
+    """Refuse to go on with another log than the one that a checkpoint knows (RunLog.state). Where there is none, or an empty
+    one, the log begins anew."""
     path = os.path.join(out_dir, NAME)
     if os.path.lexists(path) and (data := read_bytes(path)) and not begins_as(data, known):
         raise ConfigError(f"{path} is not the log that the checkpoint was saved with: lines are missing from it, or were "
@@ -56,8 +56,8 @@ def check(out_dir, known):
 
 
 def known_log(out_dir):
-    """(path, size and checksum of the log) of the newest checkpoint, in which a damaged part may stay unseen; twice None where
-    it cannot be read."""
+    """(path of the newest checkpoint, {"size", "crc"} of the log in it); (None, None) where it cannot be read. Reads this part
+    alone: other parts may be damaged."""
     with contextlib.suppress(Exception):
         path = checkpoint.saved_in(out_dir)[0]
         if os.path.isfile(path):
@@ -72,12 +72,14 @@ def begins_as(data, known):
 
 
 def out_of_place(rows):
-    """The first row that does not follow from the one before, None where all do. Rows of older versions have no number."""
-    return next((i for i, row in enumerate(rows) if row.get("row", i) != i or not follows(row, rows[i - 1:i])), None)
-
-
-def follows(row, before):
-    return all(row["step"] >= other["step"] and row["tokens"] >= other["tokens"] for other in before)
+    """The index of the first row that does not follow from the one before; None where all do. Rows of older versions have no
+    number."""
+    step = tokens = 0
+    for i, row in enumerate(rows):
+        if row.get("row", i) != i or row["step"] < step or row["tokens"] < tokens:
+            return i
+        step, tokens = row["step"], row["tokens"]
+    return None
 
 
 def read_bytes(path):
@@ -99,6 +101,7 @@ def row_of(line):
 
 
 def fits(key, value):
+    """Whether a run can have written this value under this key."""
     if key == "event":
         return isinstance(value, str)
     if key in COUNTS:
@@ -109,12 +112,12 @@ def fits(key, value):
 
 
 def steps(rows):
-    """The rows of logged steps, with all that every one of them has."""
+    """The rows of logged steps. Each has at least a loss, a batch and its time."""
     return [row for row in rows if {"train/loss", "batch_size", "seconds"} <= row.keys()]
 
 
 def died(rows):
-    """Whether a run has ended without a finite loss: the newest one that it logged is none."""
+    """Whether the last loss of a log is not finite."""
     losses = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]
     return bool(losses) and losses[-1] is None
 
@@ -131,9 +134,10 @@ class RunLog:
     def __init__(self, config, step=None, known=None):
         """known: state() of the log when the checkpoint of `step` was written; None where the log begins there."""
         self.folder, self.path = config.out_dir, os.path.join(config.out_dir, NAME)
-        self.size = self.crc = self.rows = self.before = 0  # of all rows; bytes in the files before the one that is open
-        self.newest = step or 0, 0  # step and tokens of the last row
-        self.news = None  # that rows are lost, in words
+        self.size = self.crc = self.rows = 0  # bytes, checksum and number of all rows, in this file and those before it
+        self.before = 0  # bytes in the files before the one that is open
+        self.newest = 0, 0  # step and tokens of the last row
+        self.news = None  # words where rows are lost
         with contextlib.suppress(FileNotFoundError):
             data = read_bytes(self.path)  # refuses what is no file
             if known and data:
@@ -149,10 +153,13 @@ class RunLog:
     def go_back(self, step, known, data):
         """Go back to the rows that the checkpoint knows: the resumed run writes the later ones again."""
         checkpoint.unshare(self.path)
-        self.size, self.crc, self.rows = known["size"], known["crc"], data[:known["size"]].count(b"\n")
-        if len(data) > self.size:
-            say(f"{data[self.size:].count(10)} rows of the log are newer than the checkpoint, of step {step}: they are written "
-                "again")
+        kept, later = data[:known["size"]].splitlines(), data[known["size"]:]
+        self.size, self.crc, self.rows = known["size"], known["crc"], len(kept)
+        if kept and (last := row_of(kept[-1])):
+            self.newest = last["step"], last["tokens"]
+        if newer := later.count(b"\n"):  # a line that a kill cut off is none
+            say(f"the log is {plural(newer, 'row')} ahead of the checkpoint of step {step}: they are written again")
+        if later:
             os.truncate(self.path, self.size)
 
     def write(self, row):
@@ -184,14 +191,14 @@ class RunLog:
                                  "behind it")
 
     def state(self):
-        """Size and checksum of all rows, which are on the disk then."""
+        """Size and checksum of all rows, for a checkpoint. Afterwards the rows are on the disk."""
         self.look()
         os.fsync(self.file.fileno())
         return {"size": self.size, "crc": self.crc}
 
     @property
     def columns(self):
-        """Of the terminal, which may change while the run goes on."""
+        """The width of the terminal, which may change while the run goes on; None without a bar."""
         return terminal.width() if self.bar else None
 
     def say(self, text):
@@ -214,7 +221,7 @@ class RunLog:
             say(terminal.CLEAR, end="")
 
     def publish(self, words=""):
-        """The end, for wandb; words: what the run said there, none where it will go on."""
+        """End the run in wandb. words: its closing words, none where it will go on."""
         if self.wandb:
             self.wandb.close(words)
 

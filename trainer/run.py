@@ -59,8 +59,8 @@ class Run:
         self.branched, self.resumed = bool(saved and saved.get("branched")), bool(saved and not saved.get("branched"))
         self.pending, self.last = [], {}  # records on the device; numbers of the newest step that was fetched
         self.out, self.signals, self.handlers = log.NoLog(), [], {}
-        self.must_save, self.saved_step = False, None  # after this step, due or not; the step of the newest checkpoint
-        self.cost_refused = False  # step_time.json, which has been said
+        self.must_save, self.saved_step = False, None  # a checkpoint was refused: after the next step; step of the newest one
+        self.cost_refused = False  # step_time.json could not be written, which has been said
         self.val_loss = None  # of the weights as they are
         self.died = self.blown_up = False  # the newest evaluation was not finite; the loss is far too high, which has been said
         self.saved_facts = {key: saved.get(key) for key in ("log", "path", "arithmetic", "config")} if self.resumed else {}
@@ -115,7 +115,7 @@ class Run:
         for line in summary.opening(self, parameters):
             self.out.say(line)
         for number in SIGNALS:
-            if number in SIGNALS[:2] or signal.getsignal(number) != signal.SIG_IGN:  # nohup: a lost terminal is no news
+            if number in (signal.SIGINT, signal.SIGTERM) or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 self.handlers[number] = signal.signal(number, lambda number, _frame: self.signals.append(number))
         self.clock = log.Clock(self.count.seconds)
         self.opened = self.logged = Mark(self.count.step, self.count.tokens, self.clock.seconds())
@@ -134,7 +134,7 @@ class Run:
     def close(self):
         self.out.close()
         self.cores.close()
-        for number, handler in self.handlers.items():  # one that reaches a rank late must not end it before the others are done
+        for number, handler in self.handlers.items():  # a late signal must not end one rank before the others are done
             signal.signal(number, handler if self.ranks.world == 1 else signal.SIG_IGN)
 
     def event(self, text, ahead=0):
@@ -144,7 +144,7 @@ class Run:
 
     def save(self):
         """Fetch pending numbers, then write the checkpoint. Every rank must call it. Weights of a run that is going wrong never
-        replace good ones: then the next good step is saved."""
+        replace good ones: the checkpoint is refused, and the next good step is saved (must_save)."""
         self.fetch()
         self.check_data()
         self.count.seconds = self.clock.seconds()
@@ -265,14 +265,15 @@ class Run:
 
     def look_for_blow_up(self, loss):
         """Weights may blow up without a value that is not finite: said once, and again after a recovery."""
-        start = self.count.first_loss
-        blown_up = start is not None and loss > BLOWN_UP * start
+        first = self.count.first_loss
+        blown_up = first is not None and loss > BLOWN_UP * first
         if blown_up and not self.blown_up:
-            self.event(f"the loss, {loss:.4g}, is far above the {start:.4g} that it began with: the weights have blown up. Try "
+            self.event(f"the loss, {loss:.4g}, is far above the {first:.4g} that it began with: the weights have blown up. Try "
                        f"a lower learning_rate or a longer warmup_tokens; {checkpoint.BEST} holds the best weights so far")
         self.blown_up = blown_up
 
     def evaluated(self, loss):
+        """Take in the validation loss of the weights as they are."""
         self.check_data()
         count = self.count
         self.val_loss = loss if np.isfinite(loss) else None
