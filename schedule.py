@@ -15,8 +15,8 @@ Batches are in sequences and come in whole quanta (micro-batch x processes), so 
     batches.at(tokens)                            # the batch of the step that starts there
 
 One class each, below; a schedule of your own is one more class, its name in SCHEDULES and its keys in configurator.Config.
-What has a memory (Controller, File) keeps it in a state_dict; a decision is a function of that and of its
-arguments alone, so it comes out the same on every process and after a resume.
+Controller and File keep what they remember in a state_dict. A decision is a function of that and of its arguments alone, so it
+comes out the same on every process and after a resume.
 """
 
 import math
@@ -31,8 +31,8 @@ from system.points import parse_file, parse_steps
 
 
 class Schedule:
-    """What the trainer, the planner and the checks ask. Of the class, before there is a run: keys, fixed, measured, sizes and
-    check. Of a schedule in a run: the rest."""
+    """What the trainer, the planner and the checks ask. Before there is a run, they ask a class: for keys, fixed, measured,
+    sizes and check. In a run they ask its schedule for the rest."""
 
     at: Callable[[int], int]  # tokens -> the effective batch of the step that starts there, a multiple of the quantum
     keys = ("batch_size",)  # config keys that hold a batch, so a multiple of the quantum
@@ -56,7 +56,7 @@ class Schedule:
             check_multiple(key, getattr(config, key), config.micro_batch_size, quantum)
 
     def learning_rate(self, tokens, after):
-        """Of the step from `tokens` to `after`, for the reference batch."""
+        """The learning rate of the step from `tokens` to `after`, for the reference batch."""
         return learning_rate_at(after, self.config)
 
     def start(self):
@@ -86,7 +86,7 @@ class Schedule:
         return {}
 
     def load(self, state):
-        """The state of a checkpoint."""
+        """Take over the state_dict of a checkpoint."""
 
 
 class Constant(Schedule):
@@ -98,7 +98,7 @@ class Constant(Schedule):
 
 
 class Between(Schedule):
-    """Those that move from batch_size_start to batch_size."""
+    """A schedule that moves from batch_size_start to batch_size."""
 
     keys = ("batch_size", "batch_size_start")
 
@@ -123,7 +123,7 @@ class Late(Between):
 
 
 class Seesaw(Between):
-    """The learning rate goes down in steps. Once the batch cannot double any more, each halving is a halving."""
+    """The learning rate falls in steps: by sqrt(2) where the batch doubles, by 2 once it cannot double any more."""
 
     def halvings(self, tokens):
         """How often lr_decay has halved the learning rate, and how many of these double the batch."""
@@ -182,8 +182,8 @@ class File(Schedule):
         super().__init__(config, quantum)
         self.path = config.batch_file
         self.text = self.points = None  # in force
-        self.seen = None  # last read, perhaps bad
-        self.signature = self.glimpsed = ""  # of the file then: the same one need not be read again; at the last look
+        self.seen, self.signature = None, ""  # text that was read last, perhaps a bad one; signature_of its file then
+        self.glimpsed = ""  # signature_of the file at the last look
 
     @classmethod
     def check(cls, config, quantum):
@@ -210,8 +210,8 @@ class File(Schedule):
         return interpolate(self.points, tokens, self.quantum)
 
     def poll(self):
-        """The file's text if it changed, and rests since the last look, else None: a half of it may be written. One stat call.
-        '' stands for no readable file."""
+        """The file's new text; None while it is the old one, or while the file changes from look to look: half of it may be
+        written. '' stands for no readable file. One stat call where nothing changed."""
         signature, before = signature_of(self.path), self.glimpsed
         self.glimpsed = signature
         if signature == self.signature or signature != before:
@@ -478,9 +478,9 @@ def coupled(B, config, noise=None):
                           below beta2_floor. AdamW's bias correction takes today's beta2 for all steps so far: slightly off
                           after a change, and only while few half-lives have passed.
     weight_decay_scaling  tokens: AdamW takes the share lr x weight_decay off the weights in a step, so it forgets them
-                          over B / (lr x weight_decay) sequences. With lr = f lr_reference that stays
-                          what it is at the reference batch if weight_decay grows by k / f: k without lr_scaling (Bergsma et
-                          al. 2025, arXiv 2505.13738: the best one is linear in B), sqrt(k) with sqrt, 1 with linear.
+                          over B / (lr x weight_decay) sequences. With the learning rate's factor f
+                          they are as many as at the reference batch if weight_decay grows by k / f: k without lr_scaling
+                          (Bergsma et al. 2025, arXiv 2505.13738: the best is linear in B), sqrt(k) with sqrt, 1 with linear.
     """
     k = B / reference_batch(config)
     lr_factor = LR_FACTORS[config.lr_scaling](k * noise.high / B if noise and saturated(B, config, noise) else k)
@@ -490,7 +490,7 @@ def coupled(B, config, noise=None):
 
 
 def fixed_on_resume(config):
-    """Keys that a resume may change in general, but not in this run: what follows the noise scale looks at it at log lines."""
+    """Keys that a resume may change in general, but not in this run: log_interval, where log lines decide what is next."""
     looks = config.lr_scaling != "none" and config.lr_saturates and config.gns != "off"
     return {*kind(config).fixed, *(("log_interval",) if looks else ())}
 

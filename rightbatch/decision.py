@@ -10,9 +10,9 @@ a loss is (1 + N/B)(t0 + t1 B) up to a constant, smallest at sqrt(N t0 / t1). As
 Every quantity with an error is a triple (value, low, high) at 95%; intervals cover errors of the measurement, not of the
 theory.
 
-The controller, the terminal, the closing words, whatif.py, wandb and watch all ask right_batch. A run whose noise scale moves
-asks with the mean that stands for all its phases (mean_noise): its time to the loss is (S + E/B)(t0 + t1 B), so with N = E/S
-the right batch is the same function of it.
+The controller, the terminal, the closing words, whatif.py, wandb and watch all ask right_batch. Where the noise scale moved on
+the way, they ask with the mean that stands for all phases of a run (mean_noise): the time to its loss is (S + E/B)(t0 + t1 B),
+S and E as in gns.fewest, so the right batch follows from N = E/S in the same way.
 
 Letters: B examples in a step, N noise scale in examples, t0 and t1 seconds of a step and of each example in it.
 """
@@ -110,9 +110,9 @@ def right_batch(noise: Noise, cost: Cost | None, quantum: int) -> RightBatch:
 
 
 def whole_quanta(formula: float, quantum: int) -> int:
-    """The multiple of the quantum, of the two beside `formula`, that takes less time. At batch B the time to a loss is
-    formula^2 / B + B, up to a factor and a constant, so the lower one is right up to their geometric mean. For the balance,
-    too: it is the nearest in ratio. The lower one where both take the same, but for rounding."""
+    """The multiple of the quantum that takes less time, of the two beside `formula`. At batch B the time to a loss is
+    formula^2 / B + B, up to a factor and a constant, so the lower one is right up to their geometric mean. It is the nearest in
+    ratio, so it is right for the balance, too. Where both take the same, it is the lower one, in spite of rounding."""
     below = max(1, math.floor(formula / quantum)) * quantum
     above = below + quantum
     return below if formula * formula <= below * above * (1 + 1e-9) else above
@@ -143,13 +143,13 @@ class Decision:
         return right_batch(self.noise, self.cost, self.quantum).numbers() if self.noise else {}
 
     def row(self) -> dict:
-        """The log keys: what is known by now."""
+        """{log key: value} of what is known by now."""
         known = {f"right_batch/{k}": v for k, v in self.right.items() if v is not None and k != "time_formula"}
         return known | (named("gns", self.noise.triple) if self.noise else {})
 
     def lost(self) -> dict:
-        """What the present batch takes more of than the right ones, to the same loss: {"time", "tokens"} as shares. Needs a
-        noise scale."""
+        """{"time", "tokens"}: how much more of each the present batch takes to the same loss than the right one for it, as a
+        share. Needs a noise scale."""
         assert self.noise
         N, B, right, more = self.noise.value, self.batch, self.right, {}
         if self.cost:

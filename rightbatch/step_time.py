@@ -9,11 +9,13 @@ The right batch for time is sqrt(N t0 / t1), N the noise scale (decision.py). Mo
 by the clock, on CUDA by events, which the stream passes without the host waiting. They are read when the step's numbers are
 fetched. Nothing that training reads is touched.
 
-Communication that is not hidden. Several micro-steps: only the last one communicates, so what it takes longer is communication.
-One micro-step under DDP: now and then it is rehearsed, made once more ahead of the step and without communication; what the
-real one takes longer is communication. (The time up to its last gradient would not do: copies and transfers slow it down.)
-One under FSDP, or under DDP before it was rehearsed or in somebody else's loop: from the last gradient on where that moment is
-known; else it cannot be told, and counts into t1.
+Communication that is not hidden is told from computation in three ways:
+- several micro-steps in a step: only the last one communicates, so what it takes longer is communication;
+- one micro-step under DDP: now and then it is rehearsed, made ahead of the step without communication; what the real one takes
+  longer is communication. (The time up to its last gradient would not do: copies and transfers slow it down.)
+- one micro-step under DDP without a rehearsal so far: the time after its last gradient is communication. Where that moment is
+  not known, under FSDP or in somebody else's loop, communication cannot be told and counts into t1.
+
 A process that is faster than the others waits for them, which looks like communication: the slowest one's estimate is taken.
 On Apple's MPS nothing is measured: its clock cannot be read without waiting.
 
@@ -31,7 +33,7 @@ from rightbatch import gns
 from rightbatch.decision import Cost, Triple
 
 WARM_UP = 3  # steps of each kind that a process does not count: memory, threads and compilers are cold
-REHEARSALS, REHEARSE_EVERY = 3, 500  # at first, then one in so many steps: half a per cent of them
+REHEARSALS, REHEARSE_EVERY = 3, 500  # so many after the warm-up, then one in so many steps: half a per cent of the time
 RECENT = 100  # steps that a rehearsal is compared with
 
 
@@ -41,9 +43,10 @@ class StepTime:
         setting: what else a step's cost depends on; averages of another setting are not taken over."""
         self.device, self.sequences, self.world = device, sequences, world
         self.averages = gns.Averages(2, half_life_tokens, gns.EARLY)  # seconds of a micro-step, t0
-        self.seen, self.marks, self.ready = {}, [], None  # steps by kind; moments of the step at work
-        self.asked, self.rehearsal = -1, None  # how often for a rehearsal
-        self.alone, self.beside = {}, {}  # by kind: seconds, see slowed_by
+        self.seen = {}  # {kind: steps that were absorbed}
+        self.marks, self.ready = [], None  # moments of the step at work; the one of its last gradient
+        self.asked, self.rehearsal = -1, None  # number of the last step that could be rehearsed; moments of its rehearsal
+        self.alone, self.beside = {}, {}  # {kind: [seconds]} of micro-steps that were rehearsed, of those that communicate
         self.setting = [device, sequences, world, torch.get_num_threads(), *setting]
         if last_ready is not None and world > 1:
             last_ready.register_hook(self.gradient_ready)
@@ -68,8 +71,8 @@ class StepTime:
         self.marks.append(self.now())
 
     def end(self):
-        """The moments of the step: begin, prepared, the end of each micro-step, end; and when the last gradient was there. Of a
-        step that was rehearsed: those of the rehearsal alone."""
+        """([begin, prepared, the end of each micro-step, end], the moment of the last gradient) of the step. Where it was
+        rehearsed, ([begin, end], None) of the rehearsal, which lengthened the step itself."""
         if self.device == "mps":
             return None
         rehearsal, self.rehearsal = self.rehearsal, None
@@ -93,7 +96,7 @@ class StepTime:
         return a.elapsed_time(b) / 1e3 if self.device == "cuda" else b - a
 
     def absorb(self, moments, tokens, kind=None):
-        """Take a step into the averages; the device must have passed its moments. kind: steps of a kind that is new compile."""
+        """Take a step into the averages; the device must have passed its moments. kind: the first steps of a kind compile."""
         self.seen[kind] = self.seen.get(kind, 0) + 1
         if self.seen[kind] <= WARM_UP:
             return
@@ -108,8 +111,8 @@ class StepTime:
         self.averages.update((micro, prepared + fixed), tokens)
 
     def slowed_by(self, seconds, kind):
-        """How much longer a micro-step takes up to its last gradient where it communicates than in a rehearsal; 1 before there
-        was one. seconds: of this step."""
+        """How many times as long as a rehearsal a micro-step that communicates takes up to its last gradient; 1 before there
+        was a rehearsal. seconds: what this step's took."""
         beside = self.beside.setdefault(kind, [])
         beside.append(seconds)
         del beside[:-RECENT]
@@ -117,8 +120,8 @@ class StepTime:
         return max(1.0, statistics.median(beside) / statistics.median(alone)) if alone else 1.0
 
     def absorb_hooks(self, events, passes, examples, tokens, kind=None):
-        """The same from what hooks saw. examples: of the step, over all processes. self.sequences is 1 then: micro-batches may
-        differ."""
+        """Take a step into the averages from what hooks saw. examples: of the step, over all processes. self.sequences is 1
+        then: micro-batches may differ."""
         stretches = from_hooks(events, passes)
         self.seen[kind] = self.seen.get(kind, 0) + bool(stretches)
         if not stretches or self.seen[kind] <= WARM_UP:
@@ -166,7 +169,7 @@ def from_hooks(events, passes):
     "start" before its first forward pass, "forward" begins, "backward" is over, "update" is over.
 
     A compiled model's forward pass has no moment of its own: a micro-step begins at its "start" or where the last one ended.
-    A step with a forward pass that no backward pass followed (passes: how many there were that did) is not counted."""
+    passes: the forward passes that a backward pass followed. A step with another forward pass is not counted."""
     names = [what for what, _ in events]
     compiled = "forward" not in names
     if "backward" not in names or names[-1] != "update" or names.count("backward" if compiled else "forward") != passes:
@@ -187,11 +190,11 @@ def from_hooks(events, passes):
 
 
 def slowest(costs: list[Cost | None]) -> Cost | None:
-    """Of several processes' costs, that of the process which waits least; None while one of them is not known."""
+    """The cost on the slowest of several processes, which waits least; None while one of the costs is not known."""
     known = [cost for cost in costs if cost]
     return max(known, key=lambda cost: cost.per_sequence[0]) if len(known) == len(costs) else None
 
 
 def row(cost: Cost | None) -> dict:
-    """The log keys of a cost."""
+    """{log key: value} of a cost."""
     return {f"step_time/{key}": v for key, v in cost.milliseconds().items()} if cost else {}

@@ -41,8 +41,8 @@ class Record:
 
 class TrainingStep:
     def __init__(self, model, config, ranks, device, dtype, like=None):
-        """Wraps the model for its processes. like: another TrainingStep whose model and optimizer to use. Benchmarks compare
-        steps on the same memory: a copy elsewhere differs by a per cent."""
+        """Wrap the model for its processes. like: another TrainingStep, whose model and optimizer this one uses. Benchmarks
+        compare steps on the same memory: a copy elsewhere differs by a per cent."""
         self.model, self.config, self.ranks, self.device, self.dtype = model, config, ranks, device, dtype
         self.compiled = config.compile == "True" or (config.compile == "auto" and device == "cuda")
         self.run_model = like.run_model if like else ranks.wrap(model, config, dtype, self.compiled)
@@ -50,7 +50,7 @@ class TrainingStep:
         self.autocast = hardware.autocast(device, dtype)
         self.parameters = dict(model.named_parameters())
         self.measures_adam = config.gns_adam and not (ranks.sharded and config.gns == "exact")  # see metric_of
-        # no method of this object: the cycle would keep the model alive after its last user
+        # functions, since methods of this object would be a cycle that keeps the model alive after its last user
         metric, row_metric = (functools.partial(f, self.optimizer, ranks) if self.measures_adam else None
                               for f in (metric_of, row_metric_of))
         self.tracker = Tracker(
@@ -71,7 +71,7 @@ class TrainingStep:
                                         ranks.world, last_ready, setting)
 
     def evaluating(self):
-        """Around evaluation, which is not compiled: it would take as long to compile as to run, with graphs of its own."""
+        """A context for evaluation, which is not compiled: its own graphs would take as long to compile as it takes to run."""
         return torch.compiler.set_stance("force_eager") if self.compiled else contextlib.nullcontext()
 
     # -- gradients: the mean over all B examples, micro-batch by micro-batch
@@ -146,7 +146,7 @@ class TrainingStep:
         return Record(numbers, self.batch_size, self.tokens)
 
     def summed(self, numbers):
-        """Sums over processes, in one transfer."""
+        """The {name: tensor} summed over processes, in one transfer."""
         if self.ranks.world == 1 or not numbers:
             return numbers
         flat = self.ranks.sum(torch.cat([t.reshape(-1) for t in numbers.values()]))
@@ -183,7 +183,7 @@ class TrainingStep:
         return self.tracker.row() | self.stats.row()
 
     def tokens_to_factor(self):
-        """Roughly, until the whole model's noise scale is known; None where nothing tells, or it is."""
+        """Roughly the tokens until the whole model's noise scale is known; None where nothing tells, or where it is known."""
         return self.tracker.tokens_to_factor("_adam" if metric_of_run(self.config) == "adam" else "", self.tokens)
 
     def state_dict(self):
