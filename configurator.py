@@ -1,5 +1,5 @@
 """
-The settings of a run: defaults, then a config file, then --key=value. A run that goes on has those of its folder instead.
+The settings of a run: defaults, then a config file, then --key=value. A run that goes on has the settings of its folder.
 
     python train.py                                        # config/quickstart.py
     python train.py config/gpt_111m.py --micro_batch_size=4 --max_tokens=100M
@@ -176,7 +176,7 @@ class Config:
     wandb_job_type: str = opt("", FREE, "what kind of run it is within its group, e.g. train or ablation")
 
     def end_tokens(self):
-        """Where this process leaves."""
+        """The tokens at which this process leaves."""
         return min(self.stop_tokens or self.max_tokens, self.max_tokens)
 
 
@@ -236,7 +236,7 @@ def coerce(name, value, where):
         return tuple(value)
     need(type(value) in (int, float), "be a whole number such as 200, 50k, 1.5M or 2B" if kind is int else "be a number")
     if kind is int:
-        need(abs(value) < LIMIT and value == int(value), "be a whole number below 2^63")  # NaN is not
+        need(abs(value) < LIMIT and value == int(value), "be a whole number below 2^63")  # false for NaN
     need(abs(value) < (LIMIT if type(value) is int else math.inf), "be a finite number")
     return kind(value)
 
@@ -251,8 +251,8 @@ def read_file(path):
     except UnicodeError as e:
         raise ConfigError(f"config file {path}: is not UTF-8 text ({e.reason})") from None
     except OSError as e:
-        is_file, folder = path.endswith(".py"), os.path.dirname(path)
-        folder, shown = (folder, folder) if not is_file and os.path.isdir(folder) else (os.path.dirname(DEFAULT_FILE), "config")
+        is_file, parent = path.endswith(".py"), os.path.dirname(path)
+        folder, shown = (parent, parent) if not is_file and os.path.isdir(parent) else (os.path.dirname(DEFAULT_FILE), "config")
         near = difflib.get_close_matches(os.path.basename(path), os.listdir(folder), n=1, cutoff=0.4)
         raise ConfigError(f"config file{'' if is_file else ' or run folder'} {path}: {e.strerror}"
                           + "".join(f"; did you mean {os.path.join(shown, name)}?" for name in near)) from None
@@ -299,7 +299,7 @@ def read_run(folder):
 
 
 def checked(items, path):
-    """{key: value} of the settings that a file holds, those of ours, each of its key's type and in its range."""
+    """{key: value} of our keys among a file's items, each in its key's type; ConfigError for one out of its range."""
     settings = {key: coerce(key, value, path) for key, value in items if key in FIELDS}
     check_ranges({**{key: f.default for key, f in FIELDS.items()}, **settings}, path + ": ")
     return settings
@@ -352,7 +352,7 @@ def is_switch(name):
 
 
 def from_text(name, text):
-    """What was typed, as coerce() takes it. Other text than the key's type has stays text: coerce says what was expected."""
+    """A typed value as coerce() takes it. Text that does not fit the key's type stays text: coerce says what was expected."""
     kind, choices, word = FIELDS[name].type, FIELDS[name].metadata["choices"], text.strip().lower()
     if is_switch(name) and word in TRUE + FALSE:
         return word in TRUE
@@ -371,7 +371,7 @@ def from_text(name, text):
 
 
 def check(c, processes=1):
-    """What can be known to be impossible before any file is touched."""
+    """Refuse settings that are impossible, whatever the files hold."""
     check_values(c)
     check_batches(c, processes)
 
@@ -408,7 +408,7 @@ def batch_schedule(c, quantum, saved=None):
 
 
 def said(function):
-    """function(); what schedule.py finds wrong is the user's one line."""
+    """The result of function(). What schedule.py finds wrong becomes the user's one line."""
     try:
         return function()
     except ValueError as e:
@@ -416,7 +416,7 @@ def said(function):
 
 
 def free_keys(branch=False):
-    """Keys that a resume may change, or a branch: where and how a run is computed and watched, not what is computed."""
+    """Keys that a resume may change: where and how a run is computed and watched, not what. A branch may change more."""
     return {name for name, f in FIELDS.items() if f.metadata["change"] == FREE or branch and f.metadata["change"] == BRANCH}
 
 

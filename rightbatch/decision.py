@@ -58,7 +58,7 @@ class Cost:
     source: str = MEASURED
 
     def step(self, batch: float) -> Triple:
-        """Seconds of a step. Both errors as if independent: those of a fit partly cancel, so this is rather too wide."""
+        """Seconds of a step. Both errors count as independent; in a fit they partly cancel, so this is rather too wide."""
         value = self.fixed[0] + self.per_sequence[0] * batch
         down, up = (math.hypot(self.fixed[0] - self.fixed[i], batch * (self.per_sequence[0] - self.per_sequence[i]))
                     for i in (1, 2))

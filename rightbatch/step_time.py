@@ -20,8 +20,8 @@ A process that is faster than the others waits for them, which looks like commun
 On Apple's MPS nothing is measured: its clock cannot be read without waiting.
 
 train.py takes the moments itself (begin, mark, end). watch has hooks instead (`from_hooks`): a micro-step is from where the
-forward pass begins to where the backward pass ends, the rest from there to the end of the update. Under DDP that moment lies
-before the wait for other processes, which is fixed cost then.
+forward pass begins to where the backward pass ends, the rest from there to the end of the update. Under DDP the backward pass
+ends, for hooks, before the wait for other processes, so the wait is fixed cost.
 """
 
 import statistics

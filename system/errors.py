@@ -37,7 +37,7 @@ def die(error: object) -> None:
     """Print the one line that a user sees for an expected failure, and end with exit code 2."""
     launched = [os.environ.get(name, "") for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE")]
     local, rank, world = (int(text) if text.isdecimal() and len(text) < 10 else 0 for text in launched)
-    if not 0 < local <= rank < world:  # with several processes one of each machine says it
+    if not 0 < local <= rank < world:  # of several processes, the first of each machine says it
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
     sys.exit(2)
 

@@ -47,8 +47,8 @@ def remove_leftovers(folder, pattern):
 
 
 class Output:
-    """A file on its way to `path`: written beside it, put in its place by publish(), removed by discard(). It sums up what is
-    written to it, and remembers why it could not be: torch.save tells only that it failed."""
+    """A file on its way to `path`: written beside it, put in its place by publish(), removed by discard(). It keeps a
+    checksum of what is written, and the reason of a failure, which torch.save does not tell."""
 
     def __init__(self, path):
         self.path, self.partial, self.crc, self.error = os.fspath(path), beside(path), 0, None
@@ -140,9 +140,9 @@ def write_json(path, value, ready=lambda: None):
 
 @contextlib.contextmanager
 def only_writer(folder, error, wait=False):
-    """Hold `folder`, made if need be, and yield the descriptor of the lock. Where somebody else has it: error(who), or wait.
+    """Hold `folder`, made if need be; yield the descriptor of the lock. Where somebody else has it, raise error(who) or wait.
 
-    A process that inherits the descriptor holds the lock, too. What is left empty is removed again."""
+    A process that inherits the descriptor holds the lock, too. A folder made here that stays empty is removed again."""
     made = missing_folders(folder)
     descriptor = None
     try:
@@ -182,7 +182,7 @@ def acquire(folder, error, wait):
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if is_named(descriptor, path):
                 return descriptor
-        except FileNotFoundError:  # its last holder removed it in between
+        except FileNotFoundError:
             pass
         except OSError as e:
             if e.errno not in (errno.EWOULDBLOCK, errno.EACCES):
@@ -193,7 +193,7 @@ def acquire(folder, error, wait):
                 raise error(f"{folder} is in use by {holder}: wait for it, or stop it, or take another folder") from None
             print(f"{folder} is in use by {holder}: waiting", file=sys.stderr, flush=True)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        os.close(descriptor)
+        os.close(descriptor)  # its last holder removed the file: lock the new one
 
 
 def make(folder):
@@ -216,7 +216,7 @@ def is_named(descriptor, path):
 
 
 def missing_folders(folder):
-    """Those that making `folder` will make, the innermost first."""
+    """The folders that are to be made for `folder` to be there, the innermost first."""
     missing, path = [], os.path.abspath(folder)
     while not os.path.lexists(path):
         missing.append(path)

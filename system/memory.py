@@ -19,15 +19,15 @@ def now() -> int | None:
 
 def peak() -> int:
     """The most bytes that this program has held."""
-    found = line_of("/proc/self/status", "VmHWM")  # ru_maxrss would also remember the process that started it
-    if found is None:
+    most = line_of("/proc/self/status", "VmHWM")  # ru_maxrss would also remember the process that started it
+    if most is None:
         import resource
-        found = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return found
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return most
 
 
 def line_of(path, key):
-    """A line of a file of Linux, in bytes; None elsewhere."""
+    """The bytes that a line of one of Linux's files names; None elsewhere."""
     try:
         with open(path) as f:
             return next(int(line.split()[1]) * 1024 for line in f if line.startswith(key + ":"))

@@ -15,7 +15,7 @@ import sys
 from system import files
 from system.errors import ConfigError
 
-# what only the program itself writes, by the files that make a folder its own
+# {files that show whose a folder is: the names in it that only the program itself writes}
 OWNED = {("log.jsonl", "ckpt.pt", "ckpt.best.pt", "lock"):
          rf"{files.OF_A_RUN}|train\.out|lock|.*\.damaged(\.\d+)?",
          ("meta.json", "train.bin"): r"(train|val)\.bin|(meta|verified)\.json|meta\.pkl",
@@ -47,8 +47,8 @@ def write(path, data):
 
 
 def open_already(path):
-    """A descriptor of what is no file, or of the file that stdout or stderr already go to (/dev/stdout): both take what is
-    written and stay what they are. None for any other path. A pipe waits for its reader."""
+    """A descriptor of a path that must not be replaced by a file: a pipe (which waits for its reader), a device, or what stdout
+    or stderr already go to (/dev/stdout). None for any other path."""
     try:
         status = os.stat(path)  # through links, and through /dev/fd, where a pipe has no other name
     except OSError:

@@ -52,7 +52,7 @@ def parse_file(text, quantum):
 
 
 def add(points, tokens, batch, quantum):
-    """One more point; tokens increase, batches are whole quanta."""
+    """Append a point. Tokens must increase, batches must be whole quanta."""
     tokens, batch = parse_count(tokens), parse_count(batch)
     if points and tokens <= points[-1][0]:
         raise ValueError(f"tokens must increase, but {tokens} comes after {points[-1][0]}")

@@ -91,7 +91,7 @@ def width():
 
 
 def fitted(fields, columns):
-    """The fields of a line in their order. Where they do not fit, some go, those with the highest rank first: (rank, text)."""
+    """A line of (rank, text) fields in their order. Where it is too long, the fields with the highest rank go first."""
     ranks = sorted({rank for rank, _ in fields}, reverse=True)
     for most in ranks:
         line = " | ".join(text for rank, text in fields if rank <= most)
@@ -101,7 +101,7 @@ def fitted(fields, columns):
 
 
 def wrapped(text, columns):
-    """Lines of at most so many columns, broken between words."""
+    """The text in lines of at most so many columns, broken between words; None: as it is."""
     if columns is None:
         return text
     return "\n".join(textwrap.fill(line, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

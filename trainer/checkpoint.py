@@ -25,14 +25,14 @@ from trainer import tensors
 NAME, BEST = "ckpt.pt", "ckpt.best.pt"
 FORMAT = 3
 READS = 2, FORMAT  # format 2 has other averages of the noise scale, which begin anew
-OURS = errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM  # not the file's fault
+OURS = errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM  # this process cannot read it: it may be good
 MARK = b"\nrightbatch crc32 "  # and eight hex digits: how a checkpoint ends
 
 
 # -- files
 
 def unshare(path):
-    """Before a file is written in place: one that has a second name, as cp -al gives it for a backup, becomes our own."""
+    """Make a file our own before it is written in place: under a second name, as cp -al gives it for a backup, it stays."""
     with contextlib.suppress(FileNotFoundError):
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
@@ -154,11 +154,11 @@ def read(path, device, mmap):
         version = state["format"]
     except Exception as e:
         if isinstance(e, MemoryError) or getattr(e, "errno", None) in OURS or "allocate memory" in str(e):
-            raise  # the file may be good
+            raise
         words = f": {e}" if type(e) is ValueError else f" ({type(e).__name__})"
         raise ConfigError(f"{path} is not a readable checkpoint{words}") from None
     if version not in READS:
-        raise ConfigError(f"{path} has format {version}, this program reads {FORMAT}")
+        raise ConfigError(f"{path} has format {version}, this program reads {' and '.join(map(str, READS))}")
     return state
 
 
@@ -177,7 +177,7 @@ def trouble(path):
 
 @functools.lru_cache(maxsize=1000)
 def summed(path, size, *_):
-    """Compares the checksum, once for each file as it is: a sweep asks many times."""
+    """What the checksum tells is wrong, or ''. Remembered as long as size, times and inode stay: a sweep asks many times."""
     crc, left, block = 0, size - len(MARK) - 8, memoryview(bytearray(1 << 20))
     with open(path, "rb", buffering=0) as f:
         while left > 0 and (n := f.readinto(block[:min(left, len(block))])):

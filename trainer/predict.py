@@ -216,8 +216,8 @@ def ordered(value, *others) -> Triple:
 
 
 def steps_at(phases, batch) -> Triple:
-    """Steps at a constant batch. A noise scale that reads low makes phases of smaller batches count for too much, those of
-    larger ones for too little. The two lie apart in the run, so their errors do not cancel: in quadrature."""
+    """Steps at a constant batch. A noise scale that reads low makes phases of smaller batches count for too much, phases of
+    larger ones for too little. The two lie apart in the run, so their errors are independent and add in quadrature."""
     value = gns.equivalent_steps(at(phases), batch)
     smaller, larger = [p for p in phases if p.batch < batch], [p for p in phases if p.batch > batch]
     parts = [ordered(*(gns.equivalent_steps(at(part, end), batch) for end in ENDS)) for part in (smaller, larger) if part]
@@ -318,8 +318,8 @@ def deadline(phases, seconds, cost, quantum, block, rate=None) -> dict:
 
 
 def predict(run: Run, machine: Machine, to_loss=None, batches=None, rate=None):
-    """(result, phases): what whatif.py shows, as plain values. batches: those of the table, by default from the smallest to far
-    above everything of interest, doubling. rate: money per second."""
+    """(result, phases): what whatif.py shows, as plain values. batches: the table's, by default from the smallest to far above
+    everything of interest, doubling. rate: money per second."""
     key = noise_key(run)
     loss, kind, until = target(run, to_loss)
     phases = phases_of(run, key, until)

@@ -93,7 +93,7 @@ def named_noise(key) -> str:
 
 
 def source(row) -> str | None:
-    """The key of the noise scale that the row has as `gns`, too."""
+    """The key in NOISE whose value the row also has as `gns`."""
     return next((key for key in NOISE if row.get(key) is not None and row[key] == row.get("gns")), None)
 
 
@@ -129,7 +129,7 @@ def curve(rows, source):
 
 
 def smoothed_loss(tokens, loss, half_life):
-    """Average over the tokens so far that forgets half in half_life, corrected at the start."""
+    """Average that forgets half of what it holds in half_life tokens, corrected at the start."""
     total = weight = before = 0.0
     result = []
     for t, value in zip(tokens, loss):
@@ -139,12 +139,12 @@ def smoothed_loss(tokens, loss, half_life):
     return np.array(result)
 
 
-def reach(run, level):
-    """{measure: value} where the curve first comes down to `level`, on straight lines between its points; None if never, and
+def reach(way, level):
+    """{measure: value} where a curve first comes down to `level`, on straight lines between its points; None if never, and
     for a run that died: what it reached is of no use."""
-    below = np.flatnonzero(run["loss"] <= level)
-    if run.get("died") or not len(below):
+    below = np.flatnonzero(way["loss"] <= level)
+    if way.get("died") or not len(below):
         return None
-    i = below[0]
-    share = 1.0 if i == 0 else (run["loss"][i - 1] - level) / (run["loss"][i - 1] - run["loss"][i])
-    return {m: float(run[m][max(i - 1, 0)] + share * (run[m][i] - run[m][max(i - 1, 0)])) for m in MEASURES}
+    i, before = below[0], max(below[0] - 1, 0)
+    share = 1.0 if i == 0 else (way["loss"][before] - level) / (way["loss"][before] - way["loss"][i])
+    return {m: float(way[m][before] + share * (way[m][i] - way[m][before])) for m in MEASURES}

@@ -1,7 +1,7 @@
 """
 How a run begins: which settings it has, which folder, and which checkpoint it starts from.
 
-    config, name = start.parse_named(argv, processes)      # settings: a config file's, or those of a run that goes on
+    config, name = start.parse_named(argv, processes)      # settings, from a config file or from a run that goes on
     with start.held(config, name) as folder: ...           # the folder, which no other process writes to
     saved = start.starting_point(config, data)             # its own checkpoint, another run's (branch_from), or None
 
@@ -11,6 +11,7 @@ top of it. out/latest points to the newest run in out/.
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import re
@@ -161,7 +162,7 @@ def fit(c, processes, typed):
         unit = quantum if chosen else processes
         new["batch_size_start"] = -(-c.batch_size_start // unit) * unit
     sizes = configurator.said(lambda: kind.sizes(dataclasses.replace(c, **new)))
-    share = math.gcd(*(-(-size // processes) for size in sizes))  # a batch that cannot be shared is the check's to name
+    share = math.gcd(*(-(-size // processes) for size in sizes))  # check_batches refuses a batch that cannot be shared
     if share and not chosen:
         new["micro_batch_size"] = max(m for m in range(1, c.micro_batch_size + 1) if share % m == 0)
     new = {key: value for key, value in new.items() if value != getattr(c, key)}
@@ -233,18 +234,16 @@ def held(config, name):
     """Hold the folder of a run and yield its path: the one that is given; or the newest run of this name, where the run is to
     go on; or a new one."""
     folder = config.out_dir if name is None else to_go_on_with(config, name)
-    with contextlib.ExitStack() as stack:
-        if folder:
-            stack.enter_context(files.only_writer(folder, ConfigError))
-        number = 0
-        while not folder:
-            number += 1
-            with contextlib.suppress(Taken), contextlib.ExitStack() as trial:
-                trial.enter_context(files.only_writer(numbered(name, number), Taken))
-                if not holds_a_run(numbered(name, number)):
-                    stack.push(trial.pop_all())
-                    folder = numbered(name, number)
-        yield folder
+    if folder:
+        with files.only_writer(folder, ConfigError):
+            yield folder
+        return
+    for number in itertools.count(1):
+        folder = numbered(name, number)
+        with contextlib.suppress(Taken), files.only_writer(folder, Taken):
+            if not holds_a_run(folder):
+                yield folder
+                return
 
 
 def holds_a_run(folder):
@@ -304,8 +303,8 @@ def point_to(folder):
 # -- the checkpoint that it starts from
 
 def starting_point(config, data, mmap=False):
-    """The checkpoint to go on from, or None for a fresh run; never a run written over another one. That of another run,
-    with branch_from, is marked as "branched"."""
+    """The checkpoint to go on from, or None for a fresh run, whose folder must not hold a run. The checkpoint of branch_from is
+    marked as "branched"."""
     if config.resume == "True" or (config.resume == "auto" and checkpoint.saved_in(config.out_dir)):
         saved = own_checkpoint(config, data, mmap)
         log.check(config.out_dir, saved["log"])
@@ -325,6 +324,7 @@ def own_checkpoint(config, data, mmap=False):
 
 
 def branch_point(config, data, mmap):
+    """The newest checkpoint of another run, to start this one from."""
     saved = checkpoint.load(config.branch_from, mmap=mmap)
     check_parts(saved)
     check_same_run(saved, config, data.meta, branch=True)
@@ -359,7 +359,7 @@ def check_parts(saved, more=None):
 
 @contextlib.contextmanager
 def restoring(path):
-    """What does not fit while a checkpoint is taken over is one line."""
+    """Where a checkpoint does not fit while it is taken over, the error becomes one line."""
     try:
         yield
     except ConfigError:
@@ -385,7 +385,7 @@ def differing(old, config, branch=False):
 
 
 def check_same_run(state, config, data, branch=False):
-    """A resume that would compute something else says which key differs; a branch may change more. data: meta.json's."""
+    """Refuse a resume or a branch that would compute something else, by the keys that differ. data: what meta.json holds."""
     old, what = state["config"], "branch" if branch else "resume"
     differ = differing(old, config, branch)
     if differ:
@@ -404,7 +404,7 @@ def check_same_run(state, config, data, branch=False):
 
 
 def extension(old, config):
-    """What it means that a resumed run became longer, in words; None if it did not."""
+    """Words about a resumed run that became longer; None where it did not."""
     if not old or config.max_tokens <= old["max_tokens"]:
         return None
     rate = (f"stays at {config.learning_rate:g}" if config.lr_decay == "none" else
@@ -426,7 +426,7 @@ def arithmetic(config, ranks, step):
 
 
 def differences(old, new):
-    """What a resumed run computes otherwise than the one before, in words; None if nothing."""
+    """Words about what a resumed run computes otherwise than before; None where nothing differs."""
     differ = [f"{key} {new[key]} (was {old[key]})" for key in new if old and key in old and old[key] != new[key]]
     if not differ:
         return None

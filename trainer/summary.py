@@ -116,7 +116,7 @@ def evaluation(config, saved, data, loss):
 
 
 def stopped_early(run):
-    """Where stop_tokens ended a run, and how it goes on."""
+    """A sentence: where stop_tokens ended the run, and the command that goes on."""
     config = run.config
     return (f"stopped early at {log.count(run.count.tokens)} of {log.count(config.max_tokens)} tokens "
             f"(stop_tokens={config.stop_tokens}); resume with: python train.py {shlex.quote(config.out_dir)}")
@@ -130,7 +130,7 @@ def last_words(run, signal_number, picture):
 
 
 def finished(run, picture):
-    """Of a run that has nothing left to do."""
+    """The words of a run that has nothing left to do."""
     if run.count.tokens < run.config.max_tokens:
         return stopped_early(run)
     done = f"{run.config.out_dir} is finished: {log.count(run.count.tokens)} tokens in {run.count.step} steps"
@@ -221,13 +221,12 @@ def schedule_summary(rows, steps, config):
              zip([start, *(r["tokens"] for r in steps)], steps) if (noise := reader.noise_of(row))]
     if known:
         tokens = sum(read for read, *_ in known)
-        above, below = (sum(read for read, B, noise in known if side(B, noise)) / tokens for side in (
-            lambda B, noise: B > noise.high, lambda B, noise: B < noise.low))
+        above = sum(read for read, B, noise in known if B > noise.high) / tokens
+        below = sum(read for read, B, noise in known if B < noise.low) / tokens
         text += (f"; the noise scale was known for {tokens / (steps[-1]['tokens'] - start):.0%} of its tokens, of which "
                  f"{above:.0%} were read in batches above its interval and {below:.0%} below")
     if schedule.kind(config).measured:
-        moves = [(r["event"].split(":")[0].removeprefix("batch "), r["tokens"]) for r in rows
+        moves = [f"{r['event'].split(':')[0].removeprefix('batch ')} at {log.count(r['tokens'])}" for r in rows
                  if r.get("event", "").startswith("batch ") and " -> " in r["event"]]
-        text += (f". The controller moved it {len(moves)} time{'s' if len(moves) != 1 else ''}"
-                 + (": " + ", ".join(f"{move} at {log.count(tokens)}" for move, tokens in moves) if moves else ""))
+        text += f". The controller moved it {log.plural(len(moves), 'time')}{': ' * bool(moves)}{', '.join(moves)}"
     return text + "."
