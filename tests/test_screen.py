@@ -196,3 +196,6 @@ def test_a_run_too_short_for_a_noise_scale_says_why():
     assert "was still being measured, by one step in eight" in summary.noise_summary([CALIBRATING], Config())[0]
     nothing = {**CALIBRATING, "gns/calibration": 2.0}
     assert "the gradient is too small" in summary.noise_summary([nothing], Config())[0]
+    alone, steps = {**CALIBRATING, "batch_size": 1}, {"batch_schedule": "steps", "batch_size": 1}  # which does not count there
+    assert "A step of one example" in summary.noise_summary([alone], Config(**steps, batch_steps="0:1"))[0]
+    assert "by one step in eight" in summary.noise_summary([CALIBRATING], Config(**steps, batch_steps="0:32"))[0]

@@ -165,8 +165,8 @@ def noise_summary(steps, config, timed=False):
     stands above."""
     if config.gns == "off":
         return ["The noise scale was not measured (gns=off)."]
-    if config.batch_size == 1:
-        return ["A step of one example has no noise scale: give batch_size=2 or more to measure it."]
+    if max(row["batch_size"] for row in steps) == 1:
+        return ["A step of one example has no noise scale: batches of 2 or more measure it."]
     if config.gns == "norm" and not config.gns_calibrate:
         norm = reader.noise_of(steps[-1], "gns/norm")
         return [f"The norm layers' noise scale is {norm or 'undetermined'}. The whole model's is proportional to it, not "
@@ -184,7 +184,7 @@ def noise_summary(steps, config, timed=False):
     end, noise = known[-1]
     nearest = [min(known, key=lambda pair: abs(share(pair[0]) - at)) for at in (0.25, 0.5, 0.75)]
     on_the_way = {row["step"]: f"{there.value:.3g} at {share(row):.0%} (batch {row['batch_size']}), "
-                  for row, there in nearest if row is not end}.values()  # each once
+                  for row, there in nearest if row is not end}.values()  # each row once
     when = "the end" if end is steps[-1] else f"{share(end):.0%}, undetermined since"
     lines = [f"Noise scale of {noise.of}, in sequences: {''.join(on_the_way)}{noise.value:.3g} at {when} (95% interval "
              f"{noise.low:.3g} to {noise.high:.3g}), {log.count(noise.value * config.block_size)} tokens. The batch of "
