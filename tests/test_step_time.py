@@ -178,3 +178,19 @@ def test_a_controller_by_time_saves_each_move_so_that_a_resumed_run_keeps_it(tmp
     assert moves and "fastest batch" in moves[0]["event"] and "3e+03 ms a step and 250 ms a sequence" in moves[0]["event"]
     assert saves == [0, *(r["step"] for r in moves), rows[-1]["step"]]
     assert Config(**{**TINY, **TIMED}).batch_objective == "time"
+
+
+def test_a_checkpoint_that_is_refused_at_a_move_is_said_and_the_next_step_is_saved(tmp_path, tiny_args, turned, monkeypatch):
+    looks, saves, real = [], [], checkpoint.save
+
+    def save(out, state, *more):
+        saves.append(state["state"]["step"])
+        real(out, state, *more)
+    monkeypatch.setattr(checkpoint, "save", save)
+    monkeypatch.setattr("trainer.run.all_finite", lambda whole: looks.append(whole) or len(looks) != 2)  # the first is step 0
+    assert train.main(tiny_args(out_dir=tmp_path, **TIMED)) == 0
+    events = [(r["step"], r["event"]) for r in log.read(tmp_path) if "event" in r]
+    move = next(step for step, text in events if " -> " in text)
+    assert saves[:2] == [0, move + 1]
+    assert [(step, text.split(":")[0]) for step, text in events if "no checkpoint" in text] == [
+        (move, f"no checkpoint at step {move}")]
