@@ -19,12 +19,23 @@ class Moments:
         self.optimizers, self.groups = optimizers, {}  # parameter -> (its optimizer, its group there)
 
     def group(self, p):
-        """The optimizer's group that p is in; None unless the optimizer is an Adam and has a second moment of p already."""
+        """The optimizer's group that p is in; None unless the optimizer is an Adam, says after how many steps it is, and has a
+        second moment of p already."""
         if not any("exp_avg_sq" in optimizer.state.get(p, {}) for optimizer in self.optimizers):
             return None
         if p not in self.groups:
             self.groups = {other: (o, group) for o in self.optimizers for group in o.param_groups for other in group["params"]}
-        return self.groups[p][1] if "betas" in self.groups[p][1] else None  # Adafactor has no betas
+        optimizer, group = self.groups.get(p, (None, {}))  # state may outlive the place in a group
+        if optimizer is None or "exp_avg_sq" not in optimizer.state.get(p, {}) or self.steps(p) is None:
+            return None
+        two_betas = len(group.get("betas", ())) == 2  # Adafactor has none, Adan has three and divides by the third's moment
+        return group if two_betas and isinstance(group.get("eps"), (float, int)) else None
+
+    def steps(self, p):
+        """The optimizer's steps so far: beside the moments, or in the group (Lamb's step, schedule-free's k); None: unknown."""
+        optimizer, group = self.groups[p]
+        counts = optimizer.state[p].get("step"), group.get("step"), group.get("k")
+        return next((n for n in counts if isinstance(n, (int, float, torch.Tensor))), None)
 
     def second(self, p):
         """The second moment whose root Adam divides by: with amsgrad, the largest so far. Perhaps sharded."""
@@ -46,8 +57,7 @@ class Moments:
 
     def metric(self, moments, p):
         """The metric of second moments, flat, of parameters in p's group that have made as many steps as p."""
-        optimizer, group = self.groups[p]
-        step = optimizer.state[p]["step"]
+        group, step = self.groups[p][1], self.steps(p)
         if getattr(step, "device", None) != moments.device:  # a step on the host: copying it would wait for the device
             step = torch.full((), float(step), device=moments.device)
         return adam_metric([moments], step, group["betas"][1], group["eps"])[0]

@@ -798,6 +798,86 @@ def test_amsgrads_metric_is_of_the_largest_second_moment():
     assert torch.allclose(w._moments.of_all([p], list), 1 / ((state["max_exp_avg_sq"] / (1 - 0.5**3)).sqrt() + 1e-8))
 
 
+class Counts(torch.optim.AdamW):
+    """Adam that keeps its count of steps where other optimizers have it. place: a key of the group, or None."""
+
+    def __init__(self, parameters, place, **options):
+        super().__init__(parameters, lr=0.0, **options)
+        self.place, self.made = place, 0
+
+    @torch.no_grad()
+    def step(self):
+        for state in self.state.values():
+            state["step"] = torch.tensor(float(self.made))
+        super().step()
+        self.made += 1
+        for state in self.state.values():
+            del state["step"]
+        for group in self.param_groups:
+            group |= {self.place: self.made} if self.place else {}
+
+
+def rows_with(model, optimizer):
+    w = watch(model, optimizer)
+    for seed in range(3):
+        model.zero_grad()
+        model(ids(seed)).backward()
+        optimizer.step()
+    assert w.steps == 3 and w.last.examples == 4
+    return w.row()
+
+
+@pytest.mark.parametrize("place", ["step", "k"])
+def test_adams_metric_takes_the_count_of_steps_from_the_group(place):
+    model = plain()
+    row = rows_with(model, Counts(model.parameters(), place))
+    want = rows_with(other := plain(), torch.optim.AdamW(other.parameters(), lr=0.0))
+    assert want["gns/norm_adam_sq_norm"] and all(row.get(key) == want[key] for key in want if key.startswith("gns/norm"))
+
+
+class SecondMomentAlone(torch.optim.SGD):
+    """No step, no betas, no eps."""
+
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["exp_avg_sq"] = torch.ones_like(p)
+
+
+def without_count(model):
+    return Counts(model.parameters(), None)
+
+
+class ThreeBetas(Counts):
+    def step(self):
+        (group,) = self.param_groups
+        group["betas"] = 0.9, 0.95
+        super().step()
+        group["betas"] = 0.9, 0.95, 0.99
+
+
+def three_betas(model):
+    return ThreeBetas(model.parameters(), "step")
+
+
+def no_betas(model):
+    return SecondMomentAlone(model.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("optimizer", [without_count, three_betas, no_betas])
+def test_an_optimizer_of_another_shape_has_no_metric_of_adam_and_goes_on(optimizer):
+    model = plain()
+    assert not any("adam" in key for key in rows_with(model, optimizer(model)))
+
+
+def test_a_parameter_that_has_left_its_group_has_no_metric_of_adam():
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(ids()).backward()
+    optimizer.step()
+    optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p is not model.first.weight]
+    assert not any("adam" in key for key in rows_with(model, optimizer))
+
+
 class Scaled(torch.optim.SGD):
     def step(self, closure=None, *, scale=1.0):
         self.scale = scale
