@@ -6,10 +6,14 @@ for 2x as for x, and for each example uses that example alone. All of it is trie
 parameters, in float64. Then an example's gradient of weight is sum_t dy xhat, and of bias sum_t dy.
 """
 
+import contextlib
+import copy
 import functools
 import inspect
+import random
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 MATRICES = torch.nn.Linear, torch.nn.Embedding, torch.nn.modules.conv._ConvNd
@@ -37,12 +41,37 @@ class Norm:
 
 
 def bare(module, parameters):
-    """The forward pass of the module's class with other parameters; the module itself stays as it is, its hooks do not run."""
-    clone = object.__new__(type(module))  # copy.copy would ask FSDP, which refuses
-    parameters = dict.fromkeys(module._parameters) | parameters  # a bias that is not there stays None
-    clone.__dict__ = dict(module.__dict__, training=True, _parameters=parameters, _buffers={
-        k: v if v is None else v.detach().clone() for k, v in module._buffers.items()})
+    """The forward pass of a copy of the module with other parameters; the module itself stays as it is, its hooks do not run."""
+    clone, parameters = twin(module), dict.fromkeys(module._parameters) | parameters  # a bias that is not there stays None
+    clone.__dict__ |= {"training": True, "_parameters": parameters}
     return functools.partial(type(module).forward, clone)
+
+
+def twin(module):
+    """A copy of a module, its buffers and its children, without hooks. What it counts or keeps is none of the module's."""
+    def own(value):
+        if isinstance(value, torch.Tensor):
+            return value.detach().clone()
+        return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+    clone = object.__new__(type(module))  # copy.copy would ask FSDP, which refuses
+    clone.__dict__ = {name: {} if name.endswith("_hooks") else own(value) for name, value in vars(module).items()
+                      if name != "forward"}
+    clone.__dict__ |= {"_buffers": {name: own(value) for name, value in module._buffers.items()},
+                       "_modules": {name: child and twin(child) for name, child in module._modules.items()}}
+    return clone
+
+
+@contextlib.contextmanager
+def no_trace():
+    """Leave the global generators as they were, whatever a module that is tried draws from them."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else []
+    python, arrays = random.getstate(), np.random.get_state()
+    try:
+        with torch.no_grad(), torch.device("cpu"), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
 
 
 def recognise(module):
@@ -63,10 +92,10 @@ def recognise(module):
     inputs = list(inspect.signature(module.forward).parameters.values())
     others = [p.name for p in inputs[1:] if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+        with no_trace():
+            generator = torch.Generator().manual_seed(0)
             for channels, sizes in layouts(shape):
-                norm = try_out(module, list(parameters), shape, channels, sizes)
+                norm = try_out(module, list(parameters), shape, channels, sizes, generator)
                 if norm and not others:
                     return norm
     except Exception:  # a module that is no norm may do anything with an input of ours
@@ -83,7 +112,7 @@ def layouts(shape):
         yield 1, (2, *shape, t)
 
 
-def try_out(module, names, shape, channels, sizes):
+def try_out(module, names, shape, channels, sizes, generator):
     def run(x, *values):
         return bare(module, {k: v.to(x) for k, v in zip(names, values)})(x.clone())
 
@@ -93,8 +122,8 @@ def try_out(module, names, shape, channels, sizes):
     def spread(v):
         return v if channels < 0 else v.view(*shape, *[1] * (len(sizes) - 2))
 
-    x = torch.randn(sizes, dtype=torch.float64)
-    zero, one, w, b = torch.zeros(shape), torch.ones(shape), torch.randn(shape), torch.randn(shape)
+    x = torch.randn(sizes, dtype=torch.float64, generator=generator)
+    zero, one, (w, b) = torch.zeros(shape), torch.ones(shape), torch.randn(2, *shape, generator=generator)
     bias = len(names) == 2
     rest = (zero,) if bias else ()
     try:

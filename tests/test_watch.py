@@ -4,9 +4,11 @@ import copy
 import gc
 import inspect
 import io
+import random
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -129,6 +131,42 @@ def test_close_leaves_nothing_behind():
     del w
     gc.collect()
     assert gone() is None
+
+
+class Moody(nn.Module):
+    """Draws from every generator, counts its calls, and moves its children."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.inner, self.calls = nn.Parameter(torch.ones(16)), nn.BatchNorm1d(16, affine=False), []
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        self.calls.append(torch.rand(()) + random.random() + np.random.rand())
+        self.inner.train()(x.flatten(0, -2).float())
+        self.inner.eval()
+        return nn.functional.rms_norm(x, (16,), self.weight)
+
+
+def test_watch_leaves_no_trace(monkeypatch):
+    """No generator, buffer, mode, gradient or hook's own record changes."""
+    model, heard = nn.Sequential(plain(), nn.BatchNorm1d(16), Moody()), []
+    model[2].inner.train().register_forward_hook(lambda *_: heard.append(1))
+    model[1].eval()
+    for p in model[0].parameters():
+        p.grad = torch.ones_like(p)
+    model[0].hidden.weight.requires_grad_(False)
+
+    def trace():
+        python = random.getstate(), [m.training for m in model.modules()], [p.requires_grad for p in model.parameters()]
+        tensors = [torch.get_rng_state(), *model.buffers(), *model.parameters(), *(p.grad for p in model[0].parameters())]
+        return repr((python, np.random.get_state(), [t.tolist() for t in tensors], heard, model[2].calls))
+    for place, name in ((torch, "manual_seed"), (torch.cuda, "manual_seed_all"), (torch.cuda, "manual_seed")):
+        monkeypatch.setattr(place, name, lambda *_: pytest.fail("a global generator is seeded"))
+    before = trace()
+    w = watch(model)
+    assert trace() == before and {site.name for site in w._hooks.norms} == {"0.first", "0.second", "2"}
 
 
 @pytest.mark.parametrize("options", [dict(optimizer=3), dict(mode="exact", skip="*"), dict(mode="exact", optimizer=3)], ids=str)
