@@ -41,7 +41,7 @@ class Norm:
 
 
 def bare(module, parameters):
-    """The forward pass of a copy of the module with other parameters; the module itself stays as it is, its hooks do not run."""
+    """The forward pass of a copy of the module with other parameters; the module itself stays as it is, no hook of it runs."""
     clone, parameters = twin(module), dict.fromkeys(module._parameters) | parameters  # a bias that is not there stays None
     clone.__dict__ |= {"training": True, "_parameters": parameters}
     return functools.partial(type(module).forward, clone)
