@@ -51,8 +51,8 @@ NOTES = ["How the moments of a run are averaged was settled after two rungs had 
          "4,096 words, one seed). By the mean of both norms apart, `body/coord/1` read 18 and 15 there, by the mean of 1/N 17 "
          "and 9: one step with a huge gradient had filled the mean. The critical batches are 19 and 9. Later rungs are the "
          "test of it.",
-         "English is 31 MB: GCIDE (8), Perl's manual (9), FOLDOC (6), WordNet's glosses (4), the Jargon File, the Debian Handbook "
-         "and Reference and the Devil's Dictionary (4), from Debian's packages, and Wikitext-2's validation text (1)."]
+         "English is 31 MB: GCIDE (8), Perl's manual (9), FOLDOC (6), WordNet's glosses (4), the Jargon File, the Debian "
+         "Handbook and Reference and the Devil's Dictionary (4), from Debian's packages, and Wikitext-2's validation text (1)."]
 SETTINGS = dict(batch_schedule="constant", learning_rate=5e-3, min_lr=5e-4, eval_iters=256, eval_tokens=0, gns="off")
 TINY = dict(max_tokens=2560, learning_rate=3e-2, min_lr=3e-3)
 SOURCE, BATCHES = 16, (4, 8, 16, 32, 64)  # the measured batch; those of the sweep
