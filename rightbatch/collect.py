@@ -54,11 +54,12 @@ class Collector:
         self.norms, self.ranks, self.adam, self.left_out = norms, ranks, adam, left_out
         self.body = sum(p.numel() for p in body_of(model))
 
-    def collect(self, layers, direct):
+    def collect(self, layers, direct, spoiled=False):
         """Empty the leaves into (numbers, counts). numbers: {"norm": (q, big) of the norm layers, "body": (q, big) of these and
         `layers`, "coverage": (how many weights of the body are measured, how many it has)}, and "norm_adam" and "body_adam"
-        where Adam steps all of their weights. direct: there is a body even without `layers`."""
-        parts = [self.part(sites) for sites in (self.norms, *chunks(layers)) if sites]
+        where Adam steps all of their weights. direct: there is a body even without `layers`.
+        spoiled: this rank cannot measure the step, so that no rank does."""
+        parts = [self.part(sites, spoiled) for sites in (self.norms, *chunks(layers)) if sites]
         numbers, counts = {}, torch.stack([part.counts for part in parts]).amax(0)  # a layer may have missed some passes
         groups = {"norm": parts[:1] if self.norms else []} | ({"body": parts} if layers or direct else {})
         for name, members in groups.items():
@@ -69,7 +70,7 @@ class Collector:
             numbers["coverage"] = torch.stack([part.weights for part in parts]).sum(), counts.new_full((), self.body)
         return numbers, counts
 
-    def part(self, sites):
+    def part(self, sites, spoiled=False):
         """The Part of some sites: norm layers, which are added up as one, or others, which may drop out one by one."""
         norms, sizes = sites[0].norm is not None, [site.size for site in sites]
         like = next((site.leaf for site in sites if site.leaf is not None), torch.zeros((), dtype=torch.float32))
@@ -83,6 +84,8 @@ class Collector:
         q = totals(squares)
         good, share, weights = self.flags(sites, q)
         flat = torch.cat([sums, q.flatten(), counts[:, 0], good, counts.amax(0)])
+        if spoiled:
+            flat = torch.full_like(flat, float("nan"))
         self.ranks.sum(flat)
         sums, q, passes, good, counts = flat.split([len(sums), q.numel(), len(sites), len(good), taps.HEAD])
         pairs = torch.stack([q.view(2, -1), totals(sums.square())])  # (q and big, metric, S)

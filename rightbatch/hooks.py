@@ -69,7 +69,8 @@ class Hooks:
         if not any(m.training or m.running_mean is None for m in self.mixing):
             return
         if not self.norms:
-            raise WatchError(f"nothing to watch: its {MIXES}. model.eval() on the BatchNorm layers freezes their statistics")
+            return self.passes.refuse(
+                f"nothing to watch: its {MIXES}. model.eval() on the BatchNorm layers freezes their statistics")
         warnings.warn(f"{MIXES}. What is measured in other layers is off by as much as that matters", stacklevel=5)
         self.mixing = []  # said once
 
@@ -101,7 +102,7 @@ class Hooks:
         alone = in_backward() and not now.repeat  # a second call under checkpointing has a graph of its own
         words = None if now is REPEATED else misfit(site, use, x, y, now, alone, dim)
         if words and site.norm:
-            raise WatchError(f"{use.name} {words}. skip=({use.name!r},) leaves it out")
+            return self.passes.refuse(f"{use.name} {words}. skip=({use.name!r},) leaves it out")
         if words:
             self.left_out[site.name] = words
         z = None
@@ -113,11 +114,13 @@ class Hooks:
 
     def enter(self, site):
         """The pass of a call. If it cannot be told, another layer is left out, as long as there are norm layers."""
-        if torch.compiler.is_compiling() or site.norm or not self.norms:
+        if torch.compiler.is_compiling():
             return self.passes.enter(site.name)
         try:
             return self.passes.enter(site.name)
         except WatchError as error:
+            if site.norm or not self.norms:
+                return self.passes.refuse(str(error))
             self.left_out[site.name] = str(error)
             return None
 

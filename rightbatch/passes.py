@@ -52,6 +52,8 @@ class Passes:
         self.next_lengths: torch.Tensor | None = None
         self.next_segments: tuple | None = None
         self.opened = False  # any pass since the last step
+        self.seen = False  # a forward pass went through: from then on nothing raises
+        self.spoiled = ""  # why the step at work cannot be measured
         self.calls, self.hidden = 0, []  # calls of the model at work; passes with calls under reentrant checkpointing
 
     def begin(self, model, args, kwargs):
@@ -86,10 +88,18 @@ class Passes:
         self.current = Pass(B, () if first is None else first.shape, tokens, lengths, whole, segments, inside=True,
                             level=self.calls, frame=frame, repeat=in_backward())
 
-    def end(self, *_):
-        """Forward hook of the model."""
+    def refuse(self, words):
+        """Raise in the first forward pass. Later the step is left out, and a training that runs goes on."""
+        if not self.seen and not in_backward():
+            raise WatchError(words)
+        self.spoiled = words
+
+    def end(self, model=None, args=(), output=None):
+        """Forward hook of the model. output: None where the call raised, too."""
         now = self.current
         if now.level == self.calls:
+            if now.inside and output is not None:
+                self.seen = True
             now.inside, now.frame = False, None
         self.calls -= 1
 
@@ -134,8 +144,9 @@ class Passes:
         if key not in now.counts:
             lengths = now.lengths
             if lengths is not None and lengths.shape != (B,):
-                raise WatchError(f"{lengths.numel()} weights for {B} examples: w.weights takes one for each example"
-                                 + (", here document," if now.segments else "") + " of the next forward pass")
+                self.refuse(f"{lengths.numel()} weights for {B} examples: w.weights takes one for each example"
+                            + (", here document," if now.segments else "") + " of the next forward pass")
+                lengths = None
             now.counts[key] = taps.head(B, now.tokens or B, lengths, *key[1:])
         return now.counts[key]
 
@@ -149,7 +160,7 @@ class Passes:
         if not torch.is_grad_enabled() or in_backward():
             return
         if x.shape[dim] != now.B == x.shape[1 - dim] and (x.shape[:2] == now.shape[:2] or x.shape[dim] % now.B):
-            raise WatchError(
+            self.refuse(
                 f"{name or 'the model'} has batch_first={module.batch_first}, so that its input {tuple(x.shape)} is "
                 f"{x.shape[dim]} examples to it and {now.B} to watch: pass batch_dim={dim} if the model's batch is there. If "
                 f"not, the layer mixes examples, and should have batch_first={not module.batch_first}")

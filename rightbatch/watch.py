@@ -113,6 +113,7 @@ class Watch:
                               self.step_if_begun if close_steps else None, self.forget)
         self._passes = Passes(model, batch_dim, lengths, token_mean, self._opening)
         self._waiting, self._checked = [], False  # Closed steps, not fetched yet; whether any step could be measured so far
+        self._said: set[str] = set()  # why steps were left out
         self._newest, self._unmeasured, self._quantum, self._open = None, 0, 1, True
         self._hooks = Hooks(model, norms, self._sampler, self._passes, self.left_out, self._ending.gradient_came)
         self._ending.sites = self._hooks.sites
@@ -176,14 +177,16 @@ class Watch:
         """Close a step: after its last backward pass, before the optimizer moves. Nothing waits for the device."""
         if not self._open:
             raise WatchError("w.step() behind w.close(): nothing is watched any more. watch(model) begins anew")
-        if not self._ranks.several() and not self._ending.begun():
-            raise WatchError(NO_GRADIENT)
+        if not self._ranks.several() and not self._ending.begun() and not self._passes.spoiled:
+            if not self.steps:
+                raise WatchError(NO_GRADIENT)
+            return self._skip(NO_GRADIENT)
         self._close_step(asked=True)
 
     def step_if_begun(self) -> None:
         """Close a step if there is one. Optimizers step without it, too: when torch.distributed.checkpoint makes their state,
         and the second of two optimizers after the first has closed it."""
-        if self._ending.begun() or self._ranks.several() and self._passes.opened:
+        if self._ending.begun() or self._passes.spoiled or self._ranks.several() and self._passes.opened:
             self._close_step(asked=False)
         else:
             self._ending.nothing_to_close(NO_GRADIENT)
@@ -197,6 +200,7 @@ class Watch:
         for site in self._hooks.sites:
             if site.leaf is not None:
                 site.leaf.grad = None
+        self._passes.spoiled = ""
         self._sampler.forget()
 
     def close(self) -> None:
@@ -220,9 +224,15 @@ class Watch:
     @torch.no_grad()
     def _close_step(self, asked):
         sampler = self._sampler
-        if sampler.on:
+        if self._passes.spoiled:
+            sampler.forget()  # nothing to compare with
+        elif sampler.on:
             sampler.check()
-        numbers, counts = self._collector.collect(sampler.layers if sampler.on else [], self._direct)
+        numbers, counts = self._collector.collect(sampler.layers if sampler.on else [], self._direct,
+                                                  bool(self._passes.spoiled))
+        if self._passes.spoiled:
+            self._warn(self._passes.spoiled)
+        self._passes.seen, self._passes.spoiled = True, ""
         sampler.begin(sampler.step + 1)
         scale = getattr(self._ending.scaler, "_scale", None)
         scale = 1.0 if scale is None else scale.to(counts.device)  # .get_scale() would wait for the device
@@ -257,12 +267,12 @@ class Watch:
             if step.asked and not self._checked:
                 raise WatchError(NO_GRADIENT)
             return self._ending.nothing_to_close(NO_GRADIENT)
-        if not all(abs(v) < float("inf") for pair in (*numbers.values(), coverage or ()) for v in pair):
+        if not all(abs(v) < float("inf") for pair in (*numbers.values(), counts[:1]) for v in pair):
             self._unmeasured += 1  # a gradient that is not finite: GradScaler leaves such a step out, too
             return
         if B == 1 and not self._checked:
-            raise WatchError("one example in the whole step: its noise cannot be told from its gradient. Take a batch of at "
-                             "least two, by micro-batch, accumulation or ranks")
+            self._warn("one example in the whole step: its noise cannot be told from its gradient. Take a batch of at "
+                       "least two, by micro-batch, accumulation or ranks")
         h = counts.squared_shares(step.whole)
         if B == 1 or not 0 < h < 1:
             self._unmeasured += 1  # all weight is on one example, or on none
@@ -278,6 +288,17 @@ class Watch:
         self._quantum = max(1, round(B * self._ranks.world() / counts.passes))
         if step.events:
             self._clock.running().absorb_hooks(step.events, counts.passes / self._ranks.world(), B, counts.tokens)
+
+    def _skip(self, words):
+        """Leave out the step at work."""
+        self._unmeasured += 1
+        self._warn(words)
+
+    def _warn(self, words):
+        """Say once why steps are left out."""
+        if words not in self._said:
+            self._said.add(words)
+            warnings.warn(f"a step was left out (w.skipped counts them): {words}", stacklevel=4)
 
     @property
     def last(self) -> Last | None:

@@ -17,8 +17,8 @@ def spy(w):
     """What each step that samples comes to: [{"body": (q, big), ...}]."""
     found, collect = [], w._collector.collect
 
-    def collected(layers, direct):
-        numbers, counts = collect(layers, direct)
+    def collected(layers, direct, *spoiled):
+        numbers, counts = collect(layers, direct, *spoiled)
         if "body" in numbers:
             found.append({name: [float(v) for v in pair] for name, pair in numbers.items()})
         return numbers, counts
