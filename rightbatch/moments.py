@@ -59,7 +59,7 @@ class Moments:
         """The metric of second moments, flat, of parameters in p's group that have made as many steps as p."""
         group, step = self.groups[p][1], self.steps(p)
         if getattr(step, "device", None) != moments.device:  # a step on the host: copying it would wait for the device
-            step = torch.full((), float(step), device=moments.device)
+            step = torch.full((), float(step or 0), device=moments.device)
         return adam_metric([moments], step, group["betas"][1], group["eps"])[0]
 
 
