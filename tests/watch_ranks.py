@@ -164,8 +164,8 @@ def body(data, kind, mode):
     w = watch(wrapped, optimizer, mode=mode, group=dist.new_subgroups(1)[0] if kind == "one" else None)
     collect = w._collector.collect
 
-    def collected(layers, direct):
-        found.append(collect(layers, direct))
+    def collected(*step):
+        found.append(collect(*step))
         return found[-1]
     w._collector.collect = collected
     for step in range(6):
